@@ -1,0 +1,100 @@
+"""Frozen, typed settings of a world, and the facts that a started world reports back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Runner = Literal["torch", "echo"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EchoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The echo engine: no model; token i of a request is prompt[i % len(prompt)] shifted by i // len(prompt), modulo the vocabulary.
+
+    Attributes:
+        vocab_size: size of its vocabulary; id 0 is its end of sequence and is never generated.
+        max_seq_len: prompt plus output, in tokens.
+        max_batch_size: requests that run at once.
+        step_time: seconds that every step takes, 0 for as fast as possible.
+        load_time: seconds that every rank spends loading.
+        fail_load_rank: this rank raises while it loads.
+        kill_load_rank: this rank kills itself with SIGKILL while it loads.
+        kill_rank: this rank kills itself with SIGKILL when it is about to run step ``kill_step``.
+        kill_step: see ``kill_rank``.
+        raise_step: the step with this number raises.
+        fail_token: a request whose prompt holds this token fails with a RequestError in the engine.
+    """
+
+    vocab_size: int = 1000
+    max_seq_len: int = 8192
+    max_batch_size: int = 1024
+    step_time: float = 0.0
+    load_time: float = 0.0
+    fail_load_rank: int | None = None
+    kill_load_rank: int | None = None
+    kill_rank: int | None = None
+    kill_step: int = 0
+    raise_step: int | None = None
+    fail_token: int | None = None
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a world runs; written by the user process, read by every rank.
+
+    Attributes:
+        model: absolute path of a GGUF file or a Hugging Face folder, or ``"echo"``.
+        runner: who runs the forward pass.
+        tensor_parallel_size: number of ranks that share every layer.
+        dtype: type of weights and activations; auto: float32 on CPU.
+        max_batch_size: most requests in one step.
+        max_num_tokens: most tokens in one step, prefill and decode together.
+        max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.
+        kv_cache_tokens: size of the KV cache in tokens, for all requests together.
+        tokens_per_block: tokens in one KV block.
+        num_threads: threads for each rank; None: cores divided by ranks.
+        echo: settings of the echo engine.
+    """
+
+    model: str
+    runner: Runner = "torch"
+    tensor_parallel_size: int = 1
+    dtype: DType = "auto"
+    max_batch_size: int = 64
+    max_num_tokens: int = 2048
+    max_seq_len: int | None = None
+    kv_cache_tokens: int = 32768
+    tokens_per_block: int = 32
+    num_threads: int | None = None
+    echo: EchoConfig = EchoConfig()
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a READY world says of itself; the user process validates requests against it.
+
+    Attributes:
+        model: short name of the model.
+        runner: runner in use.
+        dtype: type of weights and activations.
+        vocab_size: token ids are 0 to vocab_size - 1.
+        max_seq_len: most tokens of prompt plus output.
+        max_batch_size: most requests in one step.
+        eos_token_ids: tokens that end a sequence.
+        num_kv_blocks: KV blocks in the pool, 0 where there is none.
+        tokens_per_block: tokens in one KV block, 0 where there is none.
+        tensor_parallel_size: ranks.
+        versions: name and version of what runs in the world.
+    """
+
+    model: str
+    runner: str
+    dtype: str
+    vocab_size: int
+    max_seq_len: int
+    max_batch_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    num_kv_blocks: int = 0
+    tokens_per_block: int = 0
+    tensor_parallel_size: int = 1
+    versions: dict[str, str] = {}

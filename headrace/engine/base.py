@@ -1,0 +1,134 @@
+"""The engine: token ids in, step outputs out. It knows nothing of processes, queues or text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.config import EngineFacts
+from headrace.outputs import FinishReason
+from headrace.params import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+#: (stage, done, total): called while weights load; total 0 when unknown
+ProgressHook = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request, validated in the user process. ``prompt_token_ids``: int32 [n], n >= 1. ``max_tokens`` and ``seed`` are resolved."""
+
+    request_id: int
+    prompt_token_ids: Int32
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What one step brought; the i-th request got ``counts[i]`` tokens of the flat ``token_ids``, and ended if ``finish[i]`` is not 0.
+
+    A request appears at most once in a step. Every request that was submitted appears exactly once with ``finish`` set.
+    """
+
+    request_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish: list[int] = field(default_factory=list)
+    stop_reasons: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def add(
+        self,
+        request_id: int,
+        token_ids: Sequence[int],
+        finish: FinishReason | None = None,
+        *,
+        stop_reason: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Append one request's share."""
+        self.request_ids.append(request_id)
+        self.counts.append(len(token_ids))
+        self.token_ids.extend(token_ids)
+        self.finish.append(int(finish) if finish is not None else 0)
+        if stop_reason is not None:
+            self.stop_reasons[request_id] = stop_reason
+        if error is not None:
+            self.errors[request_id] = error
+
+
+class Engine(Protocol):
+    """Rank 0's engine. One thread calls it; ``step`` is the only method that takes long."""
+
+    facts: EngineFacts
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do."""
+
+    def submit(self, request: EngineRequest) -> None:
+        """Take one request. A fault of the request becomes its ERROR record in the next step, never an exception."""
+
+    def cancel(self, request_id: int) -> bool:
+        """End it; its ABORT record comes with the next step. False, and nothing happens, if it is unknown or has ended."""
+
+    def step(self) -> StepOutputs:
+        """Run one step on all ranks. An exception is a fault of the world."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+
+    def close(self) -> None:
+        """Give memory back. Ranks other than 0 are told by the worker, not by the engine."""
+
+
+class Collectives(Protocol):
+    """What the ranks of one world do together inside a step. Arrays are C-contiguous float32 and live on the CPU."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, array: Float32) -> None:
+        """Replace ``array`` on every rank, in place, by the sum over ranks. Any shape, the same on every rank."""
+
+    def gather_columns(self, array: Float32, widths: Sequence[int]) -> Float32 | None:
+        """Rank r gives [rows, widths[r]]; rank 0 gets [rows, sum(widths)], the others None."""
+
+
+class SingleRank:
+    """The collectives of a world of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, array: Float32) -> None:
+        """The sum over one rank is the array itself."""
+
+    def gather_columns(self, array: Float32, widths: Sequence[int]) -> Float32 | None:
+        """One rank has all the columns already."""
+        return array
+
+
+class Runner(Protocol):
+    """One rank's share of the model: executes step plans. Every rank gets the same plans in the same order.
+
+    ``arrays`` are the plan's int32 arrays in the order that the engine and its runner agree on; shapes do not cross, sizes do.
+    """
+
+    def execute(self, arrays: Sequence[Int32]) -> Any:
+        """Run one plan. Rank 0 returns what its engine needs (logits, float32 [rows, vocabulary]); the others' result is ignored."""
+
+    def close(self) -> None:
+        """Give memory back."""
+
+
+#: Called by the engine on rank 0 with the plan's arrays before it executes them itself: the worker sends them to the other ranks.
+Broadcast = Callable[[Sequence[Int32]], None]

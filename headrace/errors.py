@@ -1,0 +1,111 @@
+"""Errors, sorted by whose fault they are.
+
+``RequestError`` is the caller's and ends one request; ``QueueFullError`` asks the caller to come back later; ``EngineDeadError`` is ours
+and ends every request of that world; ``ClosedError`` says that the caller closed what it now uses. Channel errors stay inside the package.
+"""
+
+from __future__ import annotations
+
+import signal as _signal
+
+
+class HeadraceError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class RequestError(HeadraceError, ValueError):
+    """A request that cannot be served as it was asked; nothing else is disturbed."""
+
+
+class QueueFullError(HeadraceError):
+    """Admission refused. ``retry_after`` is a hint in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ClosedError(HeadraceError):
+    """The object was closed by its owner."""
+
+
+class ModelError(HeadraceError):
+    """The model cannot be found, read, or run by this build; the message says what was looked for and where."""
+
+
+class EngineDeadError(HeadraceError):
+    """The worker world is gone. Sticky: a handle that failed with it stays failed.
+
+    Attributes:
+        rank: MPI rank that died first, or None when it is not known (mpiexec itself, or a remote world).
+        pid: its process id, or None.
+        signal: number of the signal that killed it, or None.
+        exit_code: its exit code, or None.
+        remote_cause: text that the world wrote about its death (traceback, stderr tail); for logs, not for clients.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        pid: int | None = None,
+        signal: int | None = None,
+        exit_code: int | None = None,
+        remote_cause: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.signal = signal
+        self.exit_code = exit_code
+        self.remote_cause = remote_cause
+
+    def fresh(self) -> EngineDeadError:
+        """A copy to raise: one exception object must not collect the tracebacks of every waiter."""
+        return type(self)(
+            str(self),
+            rank=self.rank,
+            pid=self.pid,
+            signal=self.signal,
+            exit_code=self.exit_code,
+            remote_cause=self.remote_cause,
+        )
+
+
+class StartupError(EngineDeadError):
+    """The world died, failed or stalled before it was READY."""
+
+
+class ChannelError(HeadraceError):
+    """Something about one channel; never shown to a client of the service."""
+
+
+class ChannelClosedError(ChannelError):
+    """The channel was closed on this side."""
+
+
+class ChannelFullError(ChannelError):
+    """The bounded channel did not take the frame within the timeout; the frame was not sent."""
+
+
+class FrameError(ChannelError):
+    """A frame that is refused. ``reason`` is one of :data:`headrace.ipc.channel.REFUSALS`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class NotAcknowledgedError(ChannelError):
+    """A notify was sent as often as allowed and nobody acknowledged it."""
+
+
+def describe_exit(returncode: int) -> str:
+    """``returncode`` as subprocess gives it, in words: ``exit code 3`` or ``signal 9 (SIGKILL)``."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"signal {-returncode} ({_signal.Signals(-returncode).name})"
+    except ValueError:
+        return f"signal {-returncode}"
