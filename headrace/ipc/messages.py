@@ -194,7 +194,7 @@ class ControlError(Message, frozen=True, tag="control_error"):
     error: str
 
 
-# --- plan channel: rank 0 -> each other rank ------------------------------------------------------------------------------------------
+# --- plan channel: rank 0 <-> each other rank -----------------------------------------------------------------------------------------
 
 
 class Plan(Message, frozen=True, tag="plan"):
@@ -206,6 +206,10 @@ class Plan(Message, frozen=True, tag="plan"):
 
 class PlanEnd(Message, frozen=True, tag="plan_end"):
     """No further plan: the rank leaves its loop and exits."""
+
+
+class Loaded(Message, frozen=True, tag="loaded"):
+    """This rank can execute plans. Rank 0 waits for all of them, on sockets: inside MPI a waiting rank would burn the core that loads."""
 
 
 AnyMessage = (
@@ -226,6 +230,7 @@ AnyMessage = (
     | ControlError
     | Plan
     | PlanEnd
+    | Loaded
 )
 
 #: channel -> who sends what; the codec refuses a message that does not belong on its channel.
@@ -235,5 +240,5 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
     "result": {"binder": (), "connector": (Deltas, ShutdownDone)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
     "control": {"binder": (Pong, Stats, ControlError), "connector": (Ping, GetStats)},
-    "plan": {"binder": (Plan, PlanEnd), "connector": ()},
+    "plan": {"binder": (Plan, PlanEnd), "connector": (Loaded,)},
 }

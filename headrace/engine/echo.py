@@ -1,0 +1,149 @@
+"""The echo engine: no model, deterministic tokens, and faults where the configuration puts them. It measures the boundary alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.config import EchoConfig, EngineConfig, EngineFacts
+from headrace.engine.base import Broadcast, EngineRequest, Int32, ProgressHook, StepOutputs
+from headrace.outputs import FinishReason
+
+LOAD_STEPS = 10
+
+
+def echo_token(prompt: Sequence[int], index: int, vocab_size: int) -> int:
+    """Token ``index`` of the answer to ``prompt``: the prompt over and over, one higher each time round; never 0, the end of sequence."""
+    rounds, place = divmod(index, len(prompt))
+    return 1 + (int(prompt[place]) + rounds) % (vocab_size - 1)
+
+
+class EchoRunner:
+    """One rank's share of nothing: it takes the time that a step should take and dies when it should."""
+
+    def __init__(self, config: EchoConfig, rank: int, progress: ProgressHook) -> None:
+        self._config = config
+        self._rank = rank
+        for part in range(LOAD_STEPS):
+            progress("load", part, LOAD_STEPS)
+            time.sleep(config.load_time / LOAD_STEPS)
+            if part == LOAD_STEPS // 2:
+                if config.kill_load_rank == rank:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if config.fail_load_rank == rank:
+                    raise RuntimeError(f"echo engine: rank {rank} was told to fail while it loads")
+        progress("load", LOAD_STEPS, LOAD_STEPS)
+
+    def execute(self, arrays: Sequence[Int32]) -> None:
+        """``arrays``: one int32 [1], the number of the step."""
+        config = self._config
+        step = int(arrays[0][0])
+        if config.kill_rank == self._rank and step == config.kill_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if config.raise_step == step:
+            raise RuntimeError(f"echo engine: step {step} was told to raise")
+        if config.step_time:
+            time.sleep(config.step_time)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Running:
+    """A request in the batch: ``produced`` tokens so far of ``total``."""
+
+    __slots__ = ("produced", "prompt", "request", "total")
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.prompt: list[int] = request.prompt_token_ids.tolist()
+        self.produced = 0
+        self.total = request.max_tokens
+
+
+class EchoEngine:
+    """First come, first served, up to ``max_batch_size`` at once; every running request gets one token a step."""
+
+    def __init__(self, config: EngineConfig, runner: EchoRunner, broadcast: Broadcast) -> None:
+        echo = config.echo
+        self._echo = echo
+        self._runner = runner
+        self._broadcast = broadcast
+        self._waiting: dict[int, _Running] = {}
+        self._running: dict[int, _Running] = {}
+        self._ended_early = StepOutputs()
+        self._steps = 0
+        self._tokens = 0
+        self.facts = EngineFacts(
+            model="echo",
+            runner="echo",
+            dtype="none",
+            vocab_size=echo.vocab_size,
+            max_seq_len=echo.max_seq_len,
+            max_batch_size=echo.max_batch_size,
+            eos_token_ids=(0,),
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything runs, waits, or has an ending to report."""
+        return bool(self._running or self._waiting or self._ended_early.request_ids)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue it; one whose prompt holds ``fail_token`` fails with the next step."""
+        if self._echo.fail_token is not None and self._echo.fail_token in request.prompt_token_ids:
+            message = f"the prompt holds token {self._echo.fail_token}"
+            self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=message)
+            return
+        self._waiting[request.request_id] = _Running(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """End it with ABORT in the next step."""
+        if self._waiting.pop(request_id, None) is None and self._running.pop(request_id, None) is None:
+            return False
+        self._ended_early.add(request_id, (), FinishReason.ABORT)
+        return True
+
+    def step(self) -> StepOutputs:
+        """One token for every running request."""
+        outputs, self._ended_early = self._ended_early, StepOutputs()
+        while self._waiting and len(self._running) < self._echo.max_batch_size:
+            request_id = next(iter(self._waiting))
+            self._running[request_id] = self._waiting.pop(request_id)
+        if not self._running:
+            return outputs
+        plan = [np.array([self._steps], dtype=np.int32)]
+        self._broadcast(plan)
+        self._runner.execute(plan)
+        self._steps += 1
+        self._tokens += len(self._running)
+        finished = []
+        for request_id, running in self._running.items():
+            token = echo_token(running.prompt, running.produced, self._echo.vocab_size)
+            running.produced += 1
+            params = running.request.params
+            finish, stop_reason = None, None
+            if token in params.stop_token_ids:
+                finish, stop_reason = FinishReason.STOP, token
+            elif token == params.end_id and not params.ignore_eos:
+                finish = FinishReason.STOP
+            elif running.produced == running.total:
+                finish = FinishReason.LENGTH
+            outputs.add(request_id, (token,), finish, stop_reason=stop_reason)
+            if finish is not None:
+                finished.append(request_id)
+        for request_id in finished:
+            del self._running[request_id]
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        """Requests by state, steps and tokens."""
+        return {"requests_waiting": len(self._waiting), "requests_running": len(self._running), "steps": self._steps, "tokens": self._tokens}
+
+    def close(self) -> None:
+        """Nothing is held."""
