@@ -1,0 +1,120 @@
+"""The contract of a checkpoint: named float32 tensors, read slice by slice, whatever the file format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from headrace.checkpoint.config import ModelConfig
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+#: (start, stop) of a slice, with 0 <= start <= stop <= size
+Span = tuple[int, int]
+
+
+class Checkpoint(ABC):
+    """Weights of one model, opened read-only and memory-mapped: nothing is read until a tensor is asked for.
+
+    Names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``) and matrices are [out, in], for every format. Query and key rows
+    are in the rotate-half order of Hugging Face. Reading from several threads at once is safe; closing while another reads is not.
+
+    Attributes:
+        name: short name of the model, for people.
+        path: the file or folder.
+        config: hyperparameters.
+    """
+
+    name: str
+    path: Path
+    config: ModelConfig
+
+    @abstractmethod
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape. Raises ModelError if there is no such tensor."""
+
+    @abstractmethod
+    def nbytes(self, name: str) -> int:
+        """Its size in the file, in bytes. Raises ModelError if there is no such tensor."""
+
+    @abstractmethod
+    def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> npt.NDArray[np.float32]:
+        """A fresh C-contiguous float32 array: the whole tensor, or the given rows and columns of it.
+
+        Only what the slice needs is read and dequantised. Of a vector, ``rows`` selects elements and ``columns`` must be None.
+        Raises ModelError if there is no such tensor, ValueError for a slice outside it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the mapping back. Arrays already handed out stay valid. May be called again."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} at {str(self.path)!r}>"
+
+
+def resolve_span(span: Span | None, size: int, axis: str) -> Span:
+    """``span``, or all of ``size``. Raises ValueError if it reaches outside."""
+    if span is None:
+        return 0, size
+    start, stop = span
+    if not 0 <= start <= stop <= size:
+        raise ValueError(f"{axis} {start}:{stop} are outside 0:{size}")
+    return start, stop
+
+
+def expected_weights(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every weight that a model of this configuration needs."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    for index in range(config.num_layers):
+        for name, shape in layer.items():
+            yield f"model.layers.{index}.{name}.weight", shape
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Raise ModelError if a weight is missing or has a shape that the configuration contradicts.
+
+    Stops at the first fault, so that an absurd number of layers costs no time.
+    """
+    for name, shape in expected_weights(checkpoint.config):
+        if not checkpoint.has(name):
+            raise ModelError(f"{checkpoint.path}: weight {name} is missing")
+        found = checkpoint.shape(name)
+        if found != shape:
+            raise ModelError(f"{checkpoint.path}: weight {name} has shape {list(found)}, the configuration asks for {list(shape)}")

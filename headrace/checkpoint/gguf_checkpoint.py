@@ -1,0 +1,172 @@
+"""A GGUF file as a :class:`Checkpoint`: Hugging Face's names, and query and key rows in Hugging Face's order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.checkpoint.base import Checkpoint, Span, resolve_span
+from headrace.checkpoint.config import ModelConfig
+from headrace.checkpoint.gguf import GGUFFile, TensorInfo
+from headrace.checkpoint.quantization import dequantize
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+ARCHITECTURES = ("llama",)
+
+GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
+#: end of name of the weights whose rows the "llama" architecture stores for interleaved RoPE
+PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+
+
+class GGUFCheckpoint(Checkpoint):
+    """Weights of one GGUF file. Raises ModelError for an architecture or a variant of it that would be computed wrongly."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = GGUFFile(path)
+        self.path = self._file.path
+        self.name = self.path.stem
+        try:
+            self._sources = {_huggingface_name(source, self.path): source for source in self._file.tensors}
+            self.config = read_config(self.path, self._file.metadata, self._info("model.embed_tokens.weight"), self.has("lm_head.weight"))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def names(self) -> Iterable[str]:
+        return self._sources.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._sources
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._info(name).shape
+
+    def nbytes(self, name: str) -> int:
+        return self._info(name).nbytes
+
+    def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> npt.NDArray[np.float32]:
+        import numpy as np
+
+        info = self._info(name)
+        if info.type is None:
+            raise ModelError(f"{self.path}: tensor {self._sources[name]} is of type {info.type_name}, which cannot be read")
+        if len(info.shape) > 2:
+            raise ModelError(f"{self.path}: tensor {self._sources[name]} has {len(info.shape)} dimensions; vectors and matrices can be read")
+        raw = self._file.raw(self._sources[name])
+        start, stop = resolve_span(rows, info.shape[0], f"rows of {name}")
+        if name.endswith(PERMUTED):
+            raw = raw[stored_rows(np.arange(start, stop), self.config.head_dim)]
+        else:
+            raw = raw[start:stop]
+        if len(info.shape) == 1:
+            if columns is not None:
+                raise ValueError(f"{name} is a vector: it has no columns")
+            return dequantize(info.type, raw).reshape(-1)
+        left, right = resolve_span(columns, info.shape[1], f"columns of {name}")
+        size, width = info.type.block_size, info.type.block_bytes
+        first = left // size
+        values = dequantize(info.type, raw[:, first * width : -(-right // size) * width])
+        return np.ascontiguousarray(values[:, left - first * size : right - first * size])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _info(self, name: str) -> TensorInfo:
+        source = self._sources.get(name)
+        if source is None:
+            raise ModelError(f"{self.path} has no tensor {name}")
+        return self._file.tensors[source]
+
+
+def stored_rows(rows: npt.NDArray[np.intp], head_dim: int) -> npt.NDArray[np.intp]:
+    """Where GGUF stores the given query or key rows of Hugging Face; both [n].
+
+    llama.cpp's converter reshapes each head from [2, head_dim / 2] to [head_dim / 2, 2] (``LlamaModel.permute``), so that the two numbers
+    that RoPE rotates lie side by side.
+    """
+    head, within = rows // head_dim, rows % head_dim
+    half, pair = within // (head_dim // 2), within % (head_dim // 2)
+    stored: npt.NDArray[np.intp] = head * head_dim + pair * 2 + half
+    return stored
+
+
+def read_config(path: Path, metadata: Mapping[str, Any], embedding: TensorInfo, has_head: bool) -> ModelConfig:
+    """The hyperparameters. Raises ModelError for what is missing, of the wrong type, or not computed by this build."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"{path}: architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} is")
+
+    def get(key: str, kind: type, default: Any = None) -> Any:
+        value = metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            what = "is missing" if value is None else f"is {value!r}, not {kind.__name__}"
+            raise ModelError(f"{path}: metadata {key} {what}")
+        return value
+
+    heads = get("llama.attention.head_count", int)
+    hidden = get("llama.embedding_length", int)
+    if heads == 0:
+        raise ModelError(f"{path}: metadata llama.attention.head_count is 0")
+    head_dim = get("llama.attention.key_length", int, hidden // heads)
+    for key, computed in (
+        ("llama.attention.value_length", head_dim),
+        ("llama.rope.dimension_count", head_dim),
+        ("llama.rope.scaling.type", "none"),
+        ("llama.expert_count", 0),
+    ):
+        found = metadata.get(key, computed)
+        if found != computed:
+            raise ModelError(f"{path}: {key} is {found!r}; this build computes only {computed!r}")
+    tokens = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    try:
+        return ModelConfig(
+            family="llama",
+            hidden_size=hidden,
+            intermediate_size=get("llama.feed_forward_length", int),
+            num_layers=get("llama.block_count", int),
+            num_heads=heads,
+            num_kv_heads=get("llama.attention.head_count_kv", int, heads),
+            head_dim=head_dim,
+            # The rows of the embedding decide: llama.vocab_size is optional, and a few writers count padding differently in it.
+            vocab_size=embedding.shape[0],
+            max_seq_len=get("llama.context_length", int),
+            rope_theta=get("llama.rope.freq_base", float, 10000.0),
+            rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
+            tie_word_embeddings=not has_head,
+            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=tuple(dict.fromkeys(token for token in tokens if token is not None)),
+        )
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _huggingface_name(source: str, path: Path) -> str:
+    name = GLOBAL_NAMES.get(source)
+    if name is None and (match := LAYER_TENSOR.fullmatch(source)) and match[2] in LAYER_NAMES:
+        name = f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}"
+    if name is None:
+        # To leave it out would compute another model: a bias, the factors of a scaled RoPE, the experts of a mixture.
+        raise ModelError(f"{path}: tensor {source!r} is not part of any model that this build computes")
+    return name
