@@ -1,0 +1,257 @@
+"""Leak checks around every test: threads, processes, file descriptors, socket files, session folders and shared memory.
+
+Three autouse fixtures, one for each of the scopes session, module and function, note what exists before and fail the test (or the last
+test of the module or session) when something new is left after. Of the fixtures of one scope an autouse one of the top conftest is set up
+first and so torn down last, and wider scopes come before narrower ones: what a function check notes therefore includes the fixtures that
+are shared by several tests, and excludes those of the test itself. A wider fixture that is first asked for later, inside a test or by the
+second test of a module, is added to what the narrower checks have noted (see pytest_fixture_setup).
+
+Ends of processes and threads are seen a little later than they are caused, so a check polls until nothing is left or SETTLE has passed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: seconds: an orphan of ours is allowed to live for 2 s, a busy machine may take as long again to show that it is gone
+SETTLE = 5.0
+POLL = 0.01
+
+#: carried in the environment of every process that a test starts, so that an orphan is known after its parent has died
+MARK = f"HEADRACE_TEST_SESSION={os.getpid()}-{time.time_ns()}"
+
+#: what our own worlds and their MPI leave behind when nobody cleans up
+REMAINS = re.compile(r"^(headrace-|ompi\.|sm_segment\.|mpich_shm_)")
+
+SHARED_MEMORY = Path("/dev/shm")
+
+#: in the order in which pytest sets them up
+SCOPES = ("session", "package", "module", "class", "function")
+
+
+@dataclass
+class Resources:
+    """What exists at one moment."""
+
+    threads: set[threading.Thread]
+    native_threads: Counter[str]
+    pids: set[int]
+    descriptors: Counter[str]
+    files: set[Path]
+
+    @classmethod
+    def now(cls) -> Resources:
+        """Of this process; ``pids`` are all of the machine, for telling new from old ones costs less than asking each whose it is."""
+        return cls(
+            threads=set(threading.enumerate()),
+            native_threads=_zmq_threads(),
+            pids=_pids(),
+            descriptors=_descriptors(),
+            files=_remains(),
+        )
+
+    def add(self, before: Resources, after: Resources) -> None:
+        """Also allow what came between these two moments."""
+        self.threads |= after.threads - before.threads
+        self.native_threads += after.native_threads - before.native_threads
+        self.pids |= after.pids - before.pids
+        self.descriptors += after.descriptors - before.descriptors
+        self.files |= after.files - before.files
+
+    def leaked_since(self, before: Resources, with_descriptors: bool) -> list[str]:
+        """One line for each thing that is here and was not there."""
+        lines = [f"thread {thread.name!r}{' (daemon)' * thread.daemon}" for thread in self.threads - before.threads]
+        lines += [f"native thread {name!r}" for name in (self.native_threads - before.native_threads).elements()]
+        lines += [line for pid in sorted(self.pids - before.pids) if (line := _describe_ours(pid)) is not None]
+        if with_descriptors:
+            lines += [f"file descriptor of {target}" for target in (self.descriptors - before.descriptors).elements()]
+        lines += [f"file {path}" for path in sorted(self.files - before.files) if not _used_by_others(path)]
+        return lines
+
+
+def _zmq_threads() -> Counter[str]:
+    # Threads of libzmq exist exactly as long as a context; those of OpenMP, BLAS and Rayon pools live as long as the process and are no
+    # leak, so native threads are not counted in general.
+    names: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except OSError:  # the thread has ended since the folder was listed
+            continue
+        if name.startswith("ZMQ"):
+            names[name] += 1
+    return names
+
+
+def _pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _descriptors() -> Counter[str]:
+    # By target and not by number: one closed and another opened must not cancel out, and sockets and pipes have unique names.
+    targets: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets[os.readlink(f"/proc/self/fd/{name}")] += 1
+        except OSError:  # listing the folder took a descriptor itself
+            continue
+    return targets
+
+
+def _remains() -> set[Path]:
+    return {
+        Path(folder, name)
+        for folder in {SHARED_MEMORY, Path(tempfile.gettempdir())}
+        if folder.is_dir()
+        for name in os.listdir(folder)
+        if REMAINS.match(name)
+    }
+
+
+def _stat(pid: int) -> tuple[str, str, int] | None:
+    """Name, state letter and parent of a process; None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(")")  # the name may itself hold brackets and blanks
+    state, parent = rest.split()[:2]
+    return name, state, int(parent)
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether this process descends from us, by its parents or, where those have died, by the mark in its environment."""
+    ancestor = pid
+    while ancestor > 1:
+        stat = _stat(ancestor)
+        if stat is None:
+            break
+        ancestor = stat[2]
+        if ancestor == os.getpid():
+            return True
+    try:
+        return MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, a zombie of others, or of another user
+        return False
+
+
+def _describe_ours(pid: int) -> str | None:
+    stat = _stat(pid)
+    if stat is None or not _is_ours(pid):
+        return None
+    name, state, parent = stat
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    return f"process {pid} ({name}{', zombie' if state == 'Z' else ''}, child of {parent}) {command[:200]}".rstrip()
+
+
+def _used_by_others(path: Path) -> bool:
+    """Whether a living process that is not ours has this, or something in it, open or mapped: /dev/shm belongs to the whole machine."""
+    if path.parent != SHARED_MEMORY:
+        return False
+    return any(_uses(pid, str(path)) and not _is_ours(pid) for pid in _pids() - {os.getpid()})
+
+
+def _uses(pid: int, path: str) -> bool:
+    try:
+        if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+            return True
+        return any(os.readlink(link).startswith(path) for link in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # gone, of another user, or it closed a descriptor while we looked: the next look sees it as it is then
+        return False
+
+
+@dataclass
+class Checks:
+    """The checks under way, by scope."""
+
+    noted: dict[str, Resources] = field(default_factory=dict)
+
+
+CHECKS = pytest.StashKey[Checks]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[CHECKS] = Checks()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None, object, object]:
+    noted = request.config.stash[CHECKS].noted
+    narrower = [noted[scope] for scope in SCOPES[SCOPES.index(fixturedef.scope) + 1 :] if scope in noted]
+    if not narrower:
+        return (yield)
+    before = Resources.now()
+    try:
+        return (yield)
+    finally:
+        after = Resources.now()
+        for resources in narrower:
+            resources.add(before, after)
+
+
+def _check(request: pytest.FixtureRequest) -> Iterator[None]:
+    noted = request.config.stash[CHECKS].noted
+    # Inside an MPI world the library opens descriptors on first use of a peer and keeps them; they are not the test's.
+    with_descriptors = not request.config.getoption("--with-mpi", default=False)
+    noted[request.scope] = before = Resources.now()
+    yield
+    del noted[request.scope]
+    if leaked := _settle(lambda: Resources.now().leaked_since(before, with_descriptors)):
+        # Said once is enough: the wider checks do not say it again.
+        after = Resources.now()
+        for wider in noted.values():
+            wider.add(before, after)
+        where = "this test" if request.scope == "function" else f"the fixtures of this {request.scope}"
+        pytest.fail(f"{where} left behind:\n  " + "\n  ".join(leaked), pytrace=False)
+
+
+def _settle(leaked: Callable[[], list[str]]) -> list[str]:
+    lines = leaked()
+    if not lines:
+        return lines
+    gc.collect()  # what only a reference cycle holds is not leaked
+    deadline = time.monotonic() + SETTLE
+    while (lines := leaked()) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    return lines
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_temp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A temporary folder of this run's own, so that what appears in it is ours; short, for socket paths end at 107 bytes."""
+    tmp_path_factory.getbasetemp()  # pytest's own folders stay where they are, and are kept for a look after a failure
+    with tempfile.TemporaryDirectory(prefix="hr") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setenv(*MARK.split("="))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_leaks(_private_temp: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from _check(request)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from _check(request)
+
+
+@pytest.fixture(autouse=True)
+def _leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from _check(request)
