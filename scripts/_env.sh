@@ -74,7 +74,7 @@ pip_install() {
 
 make_env() {
     local level=$1 python
-    python=$(choose_python)
+    python=$(choose_python) || exit 1
     if [[ -n ${PYTHON:-} && -x $venv/bin/python && $(identity "$venv/bin/python") != "$(identity "$PYTHON")" ]]; then
         say "$venv was made with another Python; making it again with $PYTHON"
         rm -rf "$venv"
@@ -103,7 +103,7 @@ ensure_env() {
     if [[ -z ${PYTHON:-} ]] && fresh "$1"; then
         return
     fi
-    python=$(choose_python)
+    python=$(choose_python) || exit 1
     exec 9>"$root/.venv.lock"
     # Python's flock and not the program of that name, which not every system has: the lock belongs to our descriptor, so it outlives this child.
     "$python" -c '

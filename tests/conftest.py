@@ -55,7 +55,8 @@ class Resources:
     def now(cls) -> Resources:
         """Of this process; ``pids`` are all of the machine, for telling new from old ones costs less than asking each whose it is."""
         return cls(
-            threads=set(threading.enumerate()),
+            # The timer of the time limit belongs to whichever test runs, and is there before its fixtures and after them.
+            threads={thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout ")},
             native_threads=_zmq_threads(),
             pids=_pids(),
             descriptors=_descriptors(),
