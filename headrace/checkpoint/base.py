@@ -49,7 +49,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def nbytes(self, name: str) -> int:
-        """Its size in the file, in bytes. Raises ModelError if there is no such tensor."""
+        """Its size in the file, in bytes. Raises ModelError if there is no such tensor, or if its type cannot be read."""
 
     @abstractmethod
     def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> npt.NDArray[np.float32]:
@@ -71,16 +71,6 @@ class Checkpoint(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} at {str(self.path)!r}>"
-
-
-def resolve_span(span: Span | None, size: int, axis: str) -> Span:
-    """``span``, or all of ``size``. Raises ValueError if it reaches outside."""
-    if span is None:
-        return 0, size
-    start, stop = span
-    if not 0 <= start <= stop <= size:
-        raise ValueError(f"{axis} {start}:{stop} are outside 0:{size}")
-    return start, stop
 
 
 def expected_weights(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -108,7 +98,7 @@ def expected_weights(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raise ModelError if a weight is missing or has a shape that the configuration contradicts.
+    """Raise ModelError if a weight is missing, of a type that cannot be read, or of a shape that the configuration contradicts.
 
     Stops at the first fault, so that an absurd number of layers costs no time.
     """
@@ -118,3 +108,4 @@ def check_weights(checkpoint: Checkpoint) -> None:
         found = checkpoint.shape(name)
         if found != shape:
             raise ModelError(f"{checkpoint.path}: weight {name} has shape {list(found)}, the configuration asks for {list(shape)}")
+        checkpoint.nbytes(name)

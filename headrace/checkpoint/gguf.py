@@ -17,14 +17,13 @@ import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from headrace.checkpoint.quantization import OTHER_TYPES, TENSOR_TYPES, TensorType
+import numpy as np
+
+from headrace.checkpoint.quantization import OTHER_TYPES, TENSOR_TYPES
+from headrace.checkpoint.tensor_file import TensorFile, TensorInfo
 from headrace.errors import ModelError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -54,61 +53,17 @@ SCALARS = {
 MIN_BYTES = {STRING: 8, ARRAY: 12}
 
 
-class TensorInfo(NamedTuple):
-    """Where a tensor lies. ``shape`` is outermost first, [out, in] for a matrix; ``offset`` counts from the start of the file."""
-
-    shape: tuple[int, ...]
-    type: TensorType | None
-    type_name: str
-    offset: int
-    nbytes: int
-
-
-class GGUFFile:
-    """A memory-mapped GGUF file. Raises ModelError, with the path and the place, for anything that is not one.
+class GGUFFile(TensorFile):
+    """A GGUF file. Matrices are [out, in]; query and key rows are as the file has them.
 
     Attributes:
-        path: the file.
-        metadata: key -> int, float, bool, str, or array: a list of str (or of lists), a numpy array of numbers.
-        tensors: name in the file -> :class:`TensorInfo`.
+        metadata: key -> int, float, bool, str, or array: a list of str (or of arrays), a numpy array of numbers.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise ModelError(f"cannot open {self.path}: {error}") from error
-        try:
-            reader = _Reader(self.path, self._data)
-            self.metadata: Mapping[str, Any]
-            self.tensors: Mapping[str, TensorInfo]
-            self.metadata, self.tensors = reader.read()
-        except BaseException:
-            self._data.close()
-            raise
+    metadata: Mapping[str, Any]
 
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Bytes of a tensor as they lie in the file: uint8 [rows, bytes of a row], a vector being one row per element.
-
-        It is a view of the mapping: let go of it before :meth:`close`.
-        """
-        import numpy as np
-
-        info = self.tensors[name]
-        view = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
-        return view.reshape(info.shape[0], -1)
-
-    def close(self) -> None:
-        """Unmap the file. May be called again."""
-        self._data.close()
-
-    def __enter__(self) -> GGUFFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _parse(self) -> None:
+        self.metadata, self.tensors = _Reader(self.path, self._data).read()
 
 
 class _Reader:
@@ -163,7 +118,9 @@ class _Reader:
             if info.offset % alignment:
                 self._fail(f"the data of tensor {name!r} lie at {info.offset}, not at a multiple of {alignment}")
             if start + info.offset + info.nbytes > self._size:
-                self._fail(f"the data of tensor {name!r} end {start + info.offset + info.nbytes - self._size} bytes behind the end of the file")
+                self._fail(
+                    f"the data of tensor {name!r} end {start + info.offset + info.nbytes - self._size} bytes behind the end of the file"
+                )
             table[name] = info._replace(offset=start + info.offset)
         return table
 
@@ -195,8 +152,6 @@ class _Reader:
         return bool(value) if kind == BOOL else value
 
     def _array(self, depth: int) -> Any:
-        import numpy as np
-
         if depth > MAX_ARRAY_DEPTH:
             self._fail(f"metadata arrays are nested more than {MAX_ARRAY_DEPTH} deep")
         kind, count = self._number(4), self._number(8)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.checkpoint.base import Checkpoint, Span, resolve_span
+import numpy as np
+import numpy.typing as npt
+
+from headrace.checkpoint.base import Checkpoint, Span
 from headrace.checkpoint.config import ModelConfig
-from headrace.checkpoint.gguf import GGUFFile, TensorInfo
-from headrace.checkpoint.quantization import dequantize
+from headrace.checkpoint.gguf import GGUFFile
 from headrace.errors import ModelError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 ARCHITECTURES = ("llama",)
 
@@ -49,7 +48,7 @@ class GGUFCheckpoint(Checkpoint):
         self.name = self.path.stem
         try:
             self._sources = {_huggingface_name(source, self.path): source for source in self._file.tensors}
-            self.config = read_config(self.path, self._file.metadata, self._info("model.embed_tokens.weight"), self.has("lm_head.weight"))
+            self.config = read_config(self.path, self._file.metadata, self.shape("model.embed_tokens.weight"), self.has("lm_head.weight"))
         except BaseException:
             self._file.close()
             raise
@@ -61,43 +60,23 @@ class GGUFCheckpoint(Checkpoint):
         return name in self._sources
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._info(name).shape
+        return self._file.tensors[self._source(name)].shape
 
     def nbytes(self, name: str) -> int:
-        return self._info(name).nbytes
+        return self._file.check_readable(self._source(name)).nbytes
 
     def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> npt.NDArray[np.float32]:
-        import numpy as np
-
-        info = self._info(name)
-        if info.type is None:
-            raise ModelError(f"{self.path}: tensor {self._sources[name]} is of type {info.type_name}, which cannot be read")
-        if len(info.shape) > 2:
-            raise ModelError(f"{self.path}: tensor {self._sources[name]} has {len(info.shape)} dimensions; vectors and matrices can be read")
-        raw = self._file.raw(self._sources[name])
-        start, stop = resolve_span(rows, info.shape[0], f"rows of {name}")
-        if name.endswith(PERMUTED):
-            raw = raw[stored_rows(np.arange(start, stop), self.config.head_dim)]
-        else:
-            raw = raw[start:stop]
-        if len(info.shape) == 1:
-            if columns is not None:
-                raise ValueError(f"{name} is a vector: it has no columns")
-            return dequantize(info.type, raw).reshape(-1)
-        left, right = resolve_span(columns, info.shape[1], f"columns of {name}")
-        size, width = info.type.block_size, info.type.block_bytes
-        first = left // size
-        values = dequantize(info.type, raw[:, first * width : -(-right // size) * width])
-        return np.ascontiguousarray(values[:, left - first * size : right - first * size])
+        order = partial(stored_rows, head_dim=self.config.head_dim) if name.endswith(PERMUTED) else None
+        return self._file.read(self._source(name), rows, columns, order=order)
 
     def close(self) -> None:
         self._file.close()
 
-    def _info(self, name: str) -> TensorInfo:
+    def _source(self, name: str) -> str:
         source = self._sources.get(name)
         if source is None:
             raise ModelError(f"{self.path} has no tensor {name}")
-        return self._file.tensors[source]
+        return source
 
 
 def stored_rows(rows: npt.NDArray[np.intp], head_dim: int) -> npt.NDArray[np.intp]:
@@ -112,7 +91,7 @@ def stored_rows(rows: npt.NDArray[np.intp], head_dim: int) -> npt.NDArray[np.int
     return stored
 
 
-def read_config(path: Path, metadata: Mapping[str, Any], embedding: TensorInfo, has_head: bool) -> ModelConfig:
+def read_config(path: Path, metadata: Mapping[str, Any], embedding: tuple[int, ...], has_head: bool) -> ModelConfig:
     """The hyperparameters. Raises ModelError for what is missing, of the wrong type, or not computed by this build."""
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -150,7 +129,7 @@ def read_config(path: Path, metadata: Mapping[str, Any], embedding: TensorInfo, 
             num_kv_heads=get("llama.attention.head_count_kv", int, heads),
             head_dim=head_dim,
             # The rows of the embedding decide: llama.vocab_size is optional, and a few writers count padding differently in it.
-            vocab_size=embedding.shape[0],
+            vocab_size=embedding[0],
             max_seq_len=get("llama.context_length", int),
             rope_theta=get("llama.rope.freq_base", float, 10000.0),
             rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),

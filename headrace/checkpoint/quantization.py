@@ -1,19 +1,18 @@
 """Tensor types of GGUF and how their blocks become float32. Layouts: ``ggml-common.h`` and ``dequantize_row_*`` of ggml.
 
-A row is a sequence of blocks of 32 weights. In a 4-bit block, byte j holds weight j in its low and weight j + 16 in its high nibble; in a 5-bit
-block a further 32-bit word holds the fifth bits in order. All numbers are little-endian.
+A row is a sequence of blocks of 32 weights. In a 4-bit block, byte j holds weight j in its low and weight j + 16 in its high nibble; in a
+5-bit block a further 32-bit word holds the fifth bits in order. All numbers are little-endian.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+import numpy as np
+import numpy.typing as npt
 
-    Bytes = npt.NDArray[np.uint8]
-    Float32 = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
 
 #: weights decoded at a time: intermediate arrays stay inside the second-level cache
 CHUNK = 1 << 17
@@ -70,8 +69,6 @@ OTHER_TYPES = {
 
 def dequantize(kind: TensorType, raw: Bytes) -> Float32:
     """Decode ``raw``, uint8 [rows, blocks * block_bytes] and not necessarily contiguous, into float32 [rows, blocks * block_size]."""
-    import numpy as np
-
     rows = raw.shape[0]
     blocks = raw.shape[1] // kind.block_bytes
     out = np.empty((rows, blocks * kind.block_size), np.float32)
@@ -84,8 +81,6 @@ def dequantize(kind: TensorType, raw: Bytes) -> Float32:
 
 def decode_blocks(kind: TensorType, raw: Bytes, out: Float32) -> None:
     """Decode uint8 [blocks, block_bytes] into ``out``, float32 [blocks, block_size]."""
-    import numpy as np
-
     match kind.name:
         case "F32":
             out[...] = _column(raw, 0, 4, "<f4")
@@ -119,15 +114,11 @@ def decode_blocks(kind: TensorType, raw: Bytes, out: Float32) -> None:
 
 def _column(raw: Bytes, start: int, stop: int, dtype: str) -> npt.NDArray[np.generic]:
     """One number of every block, [blocks, 1]."""
-    import numpy as np
-
     return np.ascontiguousarray(raw[:, start:stop]).view(dtype)
 
 
 def _nibbles(packed: Bytes) -> Bytes:
     """uint8 [blocks, 16] to uint8 [blocks, 32]: all low nibbles, then all high ones."""
-    import numpy as np
-
     out = np.empty((packed.shape[0], 32), np.uint8)
     np.bitwise_and(packed, 15, out=out[:, :16])
     np.right_shift(packed, 4, out=out[:, 16:])
@@ -136,6 +127,5 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 def _fifth_bits(packed: Bytes) -> Bytes:
     """uint8 [blocks, 4] to uint8 [blocks, 32]: bit j of the little-endian word, as 0 or 16."""
-    import numpy as np
-
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+    bits = np.unpackbits(packed, axis=1, bitorder="little")
+    return np.left_shift(bits, 4, out=bits)

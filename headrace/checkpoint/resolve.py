@@ -65,7 +65,9 @@ def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ModelError(f"fetching {name} from the Hugging Face hub needs the package huggingface_hub; run: pip install huggingface_hub") from error
+        raise ModelError(
+            f"fetching {name} from the Hugging Face hub needs the package huggingface_hub; run: pip install huggingface_hub"
+        ) from error
     try:
         folder = snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED)
     except Exception as error:  # the library raises its own errors, those of its HTTP client, OSError and ValueError
