@@ -39,8 +39,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] | Sequence[str] | str = ()
-    stop_token_ids: tuple[int, ...] | Sequence[int] = ()
+    # One array type in each union, for msgspec reads no other; __post_init__ leaves a tuple in both.
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     end_id: int | None = None
