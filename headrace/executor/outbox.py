@@ -1,0 +1,110 @@
+"""The way into the request channel: one order for submits, cancels and the shutdown mark, and no sender thread.
+
+Whoever finds the channel free sends what lies in the queue, also what others have put there meanwhile; a lone request is sent by its own
+caller at once, and a burst from many threads goes as a few large frames instead of many small ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from headrace.errors import ChannelFullError
+from headrace.executor.request import CheckedRequest
+from headrace.ipc.channel import Channel
+from headrace.ipc.messages import Buffer, Cancel, RequestHead, Shutdown, Submit
+from headrace.params import SamplingParams
+
+
+class Admitted(NamedTuple):
+    """A request that is in the ledger and was not sent yet."""
+
+    request_id: int
+    checked: CheckedRequest
+
+
+Item = Admitted | int | Shutdown  # an int is a request id to cancel
+
+
+class Outbox:
+    """Ordered queue in front of the request channel."""
+
+    def __init__(self, channel: Channel, on_send_failed: Callable[[list[int], Exception], None]) -> None:
+        self._channel = channel
+        self._on_send_failed = on_send_failed
+        self._queue: deque[Item] = deque()
+        # Held while the channel is used. Nobody waits for it but `close`: who does not get it leaves the queue to its holder.
+        self._sending = threading.Lock()
+        self._closed = False
+
+    def put(self, *items: Item) -> None:
+        """Queue behind everything before; never blocks, may be called under any lock. Call ``flush`` afterwards, without locks."""
+        self._queue.extend(items)
+
+    def flush(self) -> bool:
+        """Send what is queued, unless somebody is at it. False: the channel is full and ``flush`` must be called again later."""
+        # The check after the release is what makes leaving the queue to the holder safe: an item that was put while the holder was
+        # finishing its loop is seen either by the holder here, or by its own thread, which then gets the lock.
+        while self._queue:
+            if not self._sending.acquire(blocking=False):
+                return True
+            try:
+                if not self._send_all():
+                    return False
+            finally:
+                self._sending.release()
+        return True
+
+    def close(self) -> None:
+        """Close the channel. What is queued is dropped: its requests have ended by the death of the world."""
+        with self._sending:
+            self._closed = True
+            self._queue.clear()
+            self._channel.close()
+
+    def _send_all(self) -> bool:
+        queue = self._queue
+        while queue:
+            if self._closed:
+                queue.clear()
+                return True
+            kind = type(queue[0])
+            run: list[Item] = []
+            while queue and type(queue[0]) is kind:
+                run.append(queue.popleft())
+            try:
+                self._channel.send(_message(run))
+            except ChannelFullError:
+                queue.extendleft(reversed(run))
+                return False
+            except Exception as error:  # whatever it is, it must end these requests and not the thread that happened to send them
+                self._on_send_failed([item.request_id for item in run if isinstance(item, Admitted)], error)
+        return True
+
+
+def _message(run: list[Item]) -> Submit | Cancel | Shutdown:
+    """One message for items of one kind."""
+    first = run[0]
+    if isinstance(first, Shutdown):
+        return first
+    if isinstance(first, int):
+        return Cancel(request_ids=tuple(item for item in run if isinstance(item, int)))
+    heads: list[RequestHead] = []
+    params: list[SamplingParams] = []
+    index: dict[int, int] = {}
+    token_ids = array("i")
+    for item in run:
+        assert isinstance(item, Admitted)
+        checked = item.checked
+        own = checked.request.params
+        # By identity: the many requests of one call share one object, and comparing contents would cost more than it saves.
+        place = index.get(id(own))
+        if place is None:
+            place = index[id(own)] = len(params)
+            params.append(own)
+        heads.append(RequestHead(item.request_id, len(checked.token_ids), place, checked.max_tokens, checked.seed))
+        token_ids.extend(checked.token_ids)
+    return Submit(requests=tuple(heads), params=tuple(params), token_ids=Buffer(token_ids))

@@ -1,0 +1,166 @@
+"""``GenerationExecutorProxy``: the user process's end of the boundary, as its callers see it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Sequence
+
+from headrace.config import EngineConfig, EngineFacts
+from headrace.errors import ChannelError, ClosedError, HeadraceError, RequestError
+from headrace.executor.dispatcher import Dispatcher
+from headrace.executor.launchers.base import Launcher
+from headrace.executor.lifecycle import Close, WorldState
+from headrace.executor.outbox import Admitted
+from headrace.executor.request import GenerationRequest, check
+from headrace.executor.result import GenerationResult
+from headrace.executor.startup import ProgressListener
+from headrace.ipc.channel import Channel
+from headrace.ipc.messages import AnyMessage, ControlError, GetStats, Ping, Pong, Stats
+
+log = logging.getLogger("headrace.executor")
+
+#: seconds that `close` waits beyond its budget for the dispatch thread, before it says that something is wrong
+CLOSE_MARGIN = 3.0
+
+
+class GenerationExecutorProxy:
+    """Starts a worker world and pairs requests with results. Every method may be called from any thread.
+
+    Args:
+        config: what the world runs.
+        launcher: who starts it.
+        start_timeout: seconds from launch to READY.
+        on_progress: told where each rank is while it starts; called in the dispatch thread.
+    """
+
+    def __init__(
+        self, config: EngineConfig, launcher: Launcher, *, start_timeout: float = 600.0, on_progress: ProgressListener | None = None
+    ) -> None:
+        self._launcher = launcher
+        self._ranks = config.tensor_parallel_size
+        self._world = Dispatcher(config, launcher, start_timeout, on_progress)
+        # Ids rise in the order of registration; both happen under the world's lock.
+        self._next_id = 0
+        # One call at a time; the channel is opened by the first.
+        self._control_lock = threading.Lock()
+        self._control: Channel | None = None
+
+    def __repr__(self) -> str:
+        return f"<GenerationExecutorProxy {self.state.name} live={len(self._world.ledger)} ranks={self._ranks}>"
+
+    def start(self) -> EngineFacts:
+        """Start the world and wait until it is READY.
+
+        Raises:
+            StartupError: it died, failed or stalled; nothing of it is left.
+        """
+        log.info("starting %d ranks: %s", self._ranks, self._launcher.describe())
+        self._world.thread.start()
+        atexit.register(self.close)
+        try:
+            self._world.start_over.wait()
+            return self.facts
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the world said of itself. Raises the cause if it never became ready."""
+        facts = self._world.startup.facts
+        if facts is None:
+            raise self._refusal()
+        return facts
+
+    @property
+    def state(self) -> WorldState:
+        """Where the world stands."""
+        return self._world.lifecycle.state
+
+    def counters(self) -> dict[str, int]:
+        """The ledger's balance sheet, and what was survived: frames that made no sense, faults of the dispatch thread."""
+        with self._world.lock:
+            counts = self._world.ledger.counters()
+        return counts | {"bad_frames": self._world.bad_frames, "dispatch_faults": self._world.faults}
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Admit requests, all or none, as one frame; returns their handles in the same order.
+
+        Raises:
+            RequestError: one of them is refused; the message names the value and the limit. Nothing was sent.
+            EngineDeadError, ClosedError: the world is not there; nothing was registered.
+            ChannelError: sending failed; nothing is registered any more.
+        """
+        world, facts = self._world, self.facts
+        checked = [check(request, facts) for request in requests]
+        with world.lock:
+            if self.state is not WorldState.READY or world.outbox is None:
+                raise self._refusal()
+            admitted = [Admitted(request_id, one) for request_id, one in enumerate(checked, self._next_id)]
+            self._next_id += len(admitted)
+            results = [GenerationResult(item.request_id, item.checked.request, world.lock, world.post) for item in admitted]
+            # In the ledger before the message leaves. A death is decided under the same lock: it comes before, and the state above says
+            # so, or after, and finds these in the ledger.
+            world.ledger.register([(result.request_id, result.mailbox) for result in results])
+            # Under the lock too, so that the shutdown mark, which comes with another state, has every admitted request before it.
+            world.outbox.put(*admitted)
+        world.flush()
+        for result in results:
+            if isinstance(result.mailbox.error, ChannelError):
+                raise result.mailbox.error.fresh()
+        return results
+
+    def cancel(self, request_id: int) -> None:
+        """Ask for the early end of a request; nothing happens if it has ended or is unknown. Takes no lock and never blocks."""
+        self._world.post(request_id)
+
+    def ping(self, timeout: float = 2.0) -> Pong:
+        """Heartbeat of rank 0. Raises TimeoutError, EngineDeadError, ClosedError."""
+        reply = self._call(Ping(), timeout)
+        assert isinstance(reply, Pong), reply
+        return reply
+
+    def stats(self, timeout: float = 2.0) -> dict[str, float]:
+        """Counters and gauges of the engine. Raises TimeoutError, EngineDeadError, ClosedError."""
+        reply = self._call(GetStats(), timeout)
+        assert isinstance(reply, Stats), reply
+        return reply.values
+
+    def close(self, drain: bool = False, timeout: float = 5.0) -> None:
+        """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
+        world = self._world
+        atexit.unregister(self.close)
+        if world.thread.ident is not None and threading.current_thread() is not world.thread:
+            world.post(Close(drain, timeout))
+            world.thread.join(timeout + CLOSE_MARGIN)
+            if world.thread.is_alive():
+                log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
+                return
+        with world.lock:
+            # A world that had died by itself was reaped by its thread, which has ended: nothing is left to do but to say so.
+            if self.state is WorldState.REAPED:
+                world.lifecycle.handle(Close(drain, timeout), 0.0)
+        with self._control_lock:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+
+    def _refusal(self) -> HeadraceError:
+        error = self._world.lifecycle.error
+        return error.fresh() if error is not None else ClosedError(f"the executor is {self.state.name.lower()}")
+
+    def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
+        from headrace.ipc.zmq_channel import connect_served
+
+        with self._control_lock:
+            bootstrap = self._world.bootstrap
+            if self.state is not WorldState.READY or bootstrap is None:
+                raise self._refusal()
+            if self._control is None:
+                self._control = connect_served(bootstrap.address("control"), bootstrap.key)
+            reply = self._control.call(message, timeout)
+        if isinstance(reply, ControlError):
+            raise RequestError(f"{type(message).__name__} failed: {reply.error}")
+        return reply

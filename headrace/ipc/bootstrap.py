@@ -1,0 +1,58 @@
+"""What a rank needs to find and trust its proxy: one small file in the session folder, written by the proxy, read by every rank.
+
+The key travels in a file that only its owner can read and that is removed as soon as every rank has said hello: never in a command line, nor
+in an environment, which others could read for as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.ipc.channel import Address
+
+FILE_NAME = "bootstrap.json"
+SOCKETS = ("request", "result", "init", "control")
+
+
+class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
+    """``endpoints``: channel name -> endpoint. ``plan_endpoint`` has ``{rank}`` in it, one plan channel for each rank but the first."""
+
+    key: bytes
+    owner_pid: int
+    endpoints: dict[str, str]
+    plan_endpoint: str
+    config: EngineConfig
+
+    def address(self, channel: str, rank: int = 0) -> Address:
+        """Where this rank finds the channel."""
+        endpoint = self.plan_endpoint.format(rank=rank) if channel == "plan" else self.endpoints[channel]
+        return Address(channel=channel, endpoint=endpoint, peer=f"rank{rank}")
+
+
+def local_bootstrap(folder: Path, key: bytes, config: EngineConfig) -> Bootstrap:
+    """A bootstrap for a world on this machine: every socket is a file in ``folder``."""
+    return Bootstrap(
+        key=key,
+        owner_pid=os.getpid(),
+        endpoints={channel: f"ipc://{folder}/{channel}" for channel in SOCKETS},
+        plan_endpoint=f"ipc://{folder}/plan.{{rank}}",
+        config=config,
+    )
+
+
+def write_bootstrap(folder: Path, bootstrap: Bootstrap) -> Path:
+    """Write it so that nobody but the owner can read it. Raises FileExistsError if there is one."""
+    path = folder / FILE_NAME
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(bootstrap))
+    return path
+
+
+def read_bootstrap(path: Path) -> Bootstrap:
+    """Raises OSError; msgspec.ValidationError for a file that another version wrote."""
+    return msgspec.json.decode(path.read_bytes(), type=Bootstrap)

@@ -1,0 +1,142 @@
+"""Entry of one rank: ``mpiexec -n N python -m headrace.worker BOOTSTRAP_FILE``.
+
+Exit codes: 0 orderly end; 1 a fault that was reported to the proxy; 75 the user process is gone. Any rank that faults aborts the world.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import cast
+
+from headrace.engine.base import Engine, Runner
+from headrace.errors import HeadraceError
+from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
+from headrace.ipc.channel import Channel
+from headrace.ipc.messages import Failed, Hello, Progress, Ready
+from headrace.worker.guard import guard, set_process_name
+from headrace.worker.world import MpiWorld
+
+log = logging.getLogger("headrace.worker")
+
+#: seconds that one try of a start-up report waits for the proxy's acknowledgement
+NOTIFY_TIMEOUT = 2.0
+#: a rank reports its loading in steps of this share, so that a fast load does not flood the channel
+PROGRESS_SHARE = 0.02
+
+
+class Reporter:
+    """A rank's end of the init-status channel."""
+
+    def __init__(self, bootstrap: Bootstrap, world: MpiWorld) -> None:
+        from headrace.ipc.zmq_channel import connect_served
+
+        self._channel: Channel = connect_served(bootstrap.address("init", world.rank), bootstrap.key)
+        self._rank = world.rank
+        self._size = world.size
+        self._last: tuple[str, float] = ("", 0.0)
+
+    def hello(self) -> None:
+        """Who this is; acknowledged, so that the proxy watches the process before anything heavy begins."""
+        self._channel.notify(Hello(self._rank, self._size, os.getpid(), socket.gethostname()), timeout=NOTIFY_TIMEOUT)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """A ProgressHook. Losing one of these is no harm, so they are not acknowledged."""
+        share = done / total if total else 0.0
+        last_stage, last_share = self._last
+        if stage == last_stage and share < 1.0 and share - last_share < PROGRESS_SHARE:
+            return
+        self._last = (stage, share)
+        self._channel.send(Progress(self._rank, stage, done, total), timeout=NOTIFY_TIMEOUT)
+
+    def ready(self, message: Ready) -> None:
+        """Every rank can run steps."""
+        self._channel.notify(message, timeout=NOTIFY_TIMEOUT)
+
+    def failed(self, error: BaseException) -> None:
+        """Why this rank cannot go on."""
+        text = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        self._channel.notify(Failed(self._rank, os.getpid(), text, trace), timeout=NOTIFY_TIMEOUT, attempts=1)
+
+
+def build(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> Runner:
+    """This rank's share of the model."""
+    config = bootstrap.config
+    if config.runner == "echo":
+        from headrace.engine.echo import EchoRunner
+
+        return EchoRunner(config.echo, world.rank, report.progress)
+    from headrace.engine.model_engine import load_runner
+
+    return load_runner(config, world, report.progress)
+
+
+def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
+    """Rank 0, from loading to the orderly end."""
+    from headrace.ipc.zmq_channel import bind_pair, bind_served, connect_pair
+    from headrace.worker.control import ControlServer
+    from headrace.worker.loop import Leader, PlanSender
+
+    key, config = bootstrap.key, bootstrap.config
+    plans = PlanSender([bind_pair(bootstrap.address("plan", rank), key) for rank in range(1, world.size)])
+    requests, results = connect_pair(bootstrap.address("request"), key), connect_pair(bootstrap.address("result"), key)
+    runner = build(bootstrap, world, report)
+    engine: Engine
+    if config.runner == "echo":
+        from headrace.engine.echo import EchoEngine, EchoRunner
+
+        engine = EchoEngine(config, cast(EchoRunner, runner), plans)
+    else:
+        from headrace.engine.model_engine import make_engine
+
+        engine = make_engine(config, runner, plans)
+    plans.wait_loaded()
+    leader = Leader(engine, requests, results)
+    ControlServer(bind_served(bootstrap.address("control"), key), leader, engine).start()
+    report.ready(Ready(facts=engine.facts))
+    leader.run()
+    plans.end()
+    results.close(linger=2.0)
+    requests.close()
+    engine.close()
+
+
+def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
+    """Every other rank."""
+    from headrace.ipc.zmq_channel import connect_pair
+    from headrace.worker.loop import Follower
+
+    plans = connect_pair(bootstrap.address("plan", world.rank), bootstrap.key)
+    runner = build(bootstrap, world, report)
+    Follower(runner, plans).run()
+    runner.close()
+
+
+def main() -> None:
+    """Run this rank to its end."""
+    path = Path(sys.argv[1])
+    bootstrap = read_bootstrap(path)
+    guard(bootstrap.owner_pid, path.parent)
+    world = MpiWorld()
+    set_process_name(f"headrace:{world.rank}")
+    report = Reporter(bootstrap, world)
+    report.hello()
+    try:
+        (lead if world.rank == 0 else follow)(bootstrap, world, report)
+    except BaseException as error:
+        traceback.print_exc()
+        try:
+            report.failed(error)
+        except Exception:
+            # The proxy is gone or deaf: what matters now is that the world ends; the text went to stderr above.
+            log.exception("the fault could not be reported")
+        world.abort(1)
+
+
+if __name__ == "__main__":
+    main()

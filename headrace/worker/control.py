@@ -1,0 +1,45 @@
+"""Rank 0's answers on the control channel, from a thread of their own: they come also while a step takes long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from headrace.engine.base import Engine
+from headrace.ipc.channel import ServedChannel
+from headrace.ipc.messages import AnyMessage, ControlError, GetStats, Ping, Pong, Stats
+from headrace.worker.loop import Leader
+
+log = logging.getLogger("headrace.worker")
+
+
+class ControlServer:
+    """Serves the method table ``_METHODS`` until the process ends; a call that fails tells its caller only."""
+
+    def __init__(self, channel: ServedChannel, leader: Leader, engine: Engine) -> None:
+        self._channel = channel
+        self._leader = leader
+        self._engine = engine
+        self._thread = threading.Thread(target=self._serve, name="headrace-control", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def answer(self, message: AnyMessage) -> AnyMessage:
+        """The reply to one call."""
+        try:
+            if isinstance(message, Ping):
+                return Pong(steps=self._leader.steps, step_age=self._leader.step_age())
+            if isinstance(message, GetStats):
+                return Stats(values=self._engine.stats() | {"bad_messages": self._leader.bad_messages})
+            return ControlError(f"unknown call {type(message).__name__}")
+        except Exception as error:
+            log.exception("control call %s failed", type(message).__name__)
+            return ControlError(f"{type(error).__name__}: {error}")
+
+    def _serve(self) -> None:
+        while True:
+            received = self._channel.recv(None)
+            if received is not None:
+                self._channel.reply(received.peer, self.answer(received.message))

@@ -1,0 +1,48 @@
+"""A rank's protection against outliving those it works for: its user process and the mpiexec that is its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+
+#: exit code of a rank whose user process is gone
+EXIT_ORPHANED = 75
+
+
+def set_process_name(name: str) -> None:
+    """Name this process (and its main thread) for ps and top; at most 15 bytes are kept."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def guard(owner_pid: int, folder: Path) -> None:
+    """Die when the owner dies. Exits at once if it is dead already.
+
+    Two means, because each has a hole: the kernel's parent-death signal works even while this process is stuck in a C call, but it tells only of
+    mpiexec, not of the user process behind it; the pidfds tell of both, but need a thread that gets to run.
+    """
+    try:
+        owner = os.pidfd_open(owner_pid)
+        parent = os.pidfd_open(os.getppid())
+    except ProcessLookupError:
+        os._exit(EXIT_ORPHANED)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    threading.Thread(target=_watch, args=(owner, parent, folder), name="headrace-guard", daemon=True).start()
+
+
+def _watch(owner: int, parent: int, folder: Path) -> None:
+    poll = select.poll()
+    poll.register(owner, select.POLLIN)
+    poll.register(parent, select.POLLIN)
+    dead = [fd for fd, _ in poll.poll()]
+    if owner in dead:
+        # Its session folder has nobody else left to remove it. Every rank tries; mpiexec, which ends next, removes its own part itself.
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(EXIT_ORPHANED)
