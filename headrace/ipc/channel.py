@@ -50,13 +50,19 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChannelStats(msgspec.Struct, kw_only=True):
-    """Counters of one end. ``refused_by_peer``: how often the binder said that it refused a frame of this connector."""
+    """Counters of one end.
+
+    ``sent`` and ``received`` count frames, acknowledgements included, and ``received`` only those that were accepted. ``gaps``: how often
+    frames were missing before one that was accepted. ``refused_by_peer``: how often the binder said that it refused a frame of this
+    connector. ``dropped``: replies that came too late, or that their connector did not take.
+    """
 
     sent: int = 0
     received: int = 0
     refused: Counter[str] = msgspec.field(default_factory=Counter)
     gaps: int = 0
     refused_by_peer: int = 0
+    dropped: int = 0
 
 
 class Received(NamedTuple):
@@ -110,7 +116,7 @@ class Channel(End):
 
     @abstractmethod
     def call(self, message: AnyMessage, timeout: float) -> AnyMessage:
-        """On a served channel: send and return the reply. Raises TimeoutError; a late reply is dropped and counted by no one else's call."""
+        """On a served channel: send and return the reply. Raises TimeoutError; a late reply is dropped, and answers no other call."""
 
 
 class ServedChannel(End):

@@ -239,6 +239,6 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
     "request": {"binder": (Submit, Cancel, Shutdown), "connector": ()},
     "result": {"binder": (), "connector": (Deltas, ShutdownDone)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
-    "control": {"binder": (Pong, Stats, ControlError), "connector": (Ping, GetStats)},
+    "control": {"binder": (Ack, Pong, Stats, ControlError), "connector": (Ping, GetStats)},
     "plan": {"binder": (Plan, PlanEnd), "connector": (Loaded,)},
 }
