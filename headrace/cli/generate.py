@@ -1,0 +1,201 @@
+"""``headrace generate``: answers for one prompt or a file of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from headrace.cli._options import add_debug_option, add_model_options, add_sampling_options, llm_arguments, sampling_params
+from headrace.cli._prompts import read_prompts
+from headrace.errors import RequestError
+from headrace.outputs import RequestOutput
+from headrace.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM
+
+MAX_TOKENS = 256
+
+#: requests that wait in the world for each one that runs: enough that a step is never short of work, and bounded for files of any length
+QUEUED_PER_RUNNING = 4
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this subcommand."""
+    parser = subcommands.add_parser(
+        "generate",
+        help="answer a prompt, or each prompt of a file",
+        description="Answer a prompt, or each prompt of a file. Answers go to standard output, everything else to standard error.",
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="- or nothing: standard input")
+    parser.add_argument("--prompt-file", metavar="FILE", help='one prompt a line, or JSON Lines with "prompt"; -: standard input')
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", dest="chat", action="store_true", default=None, help="the prompt is a message of a chat; needs a chat template"
+    )
+    form.add_argument(
+        "--raw", dest="chat", action="store_false", help="the model continues the prompt as it is; default: --chat where possible"
+    )
+    parser.add_argument("--stream", action="store_true", help="write text as it comes")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each prompt; with --stream for each piece of an answer")
+    add_model_options(parser)
+    add_sampling_options(parser, MAX_TOKENS)
+    add_debug_option(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """1 when a prompt was refused; the others are answered all the same."""
+    prompts = read_prompts(arguments)
+    params = sampling_params(arguments)
+    from headrace.llm import LLM
+
+    with LLM(**llm_arguments(arguments)) as llm:
+        chat = llm.tokenizer.has_chat_template if arguments.chat is None else arguments.chat
+        printer = Printer(prompts, arguments.stream, arguments.json)
+        job = Job(llm, params, chat, printer)
+        asyncio.run(job.answer(prompts, bar=len(prompts) > 1 and not arguments.stream))
+    print(job.summary(), file=sys.stderr)
+    return 1 if job.refused else 0
+
+
+class Job:
+    """All prompts of one run, and what is counted about them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, chat: bool, printer: Printer) -> None:
+        self.llm = llm
+        self.params = params
+        self.chat = chat
+        self.printer = printer
+        self.prompts = 0
+        self.tokens = 0
+        self.refused = 0
+        self.began = 0.0
+        self.first: float | None = None
+        self.ended = 0.0
+
+    async def answer(self, prompts: list[str], bar: bool) -> None:
+        """Answer them side by side. A fault of one prompt is printed in its place; any other error ends the run."""
+        from tqdm import tqdm
+
+        self.prompts = len(prompts)
+        self.began = time.monotonic()
+        room = asyncio.Semaphore(QUEUED_PER_RUNNING * self.llm.facts.max_batch_size)
+        # None: a bar where stderr is a terminal. tqdm's monitor thread is for bars that get stuck; it would outlive this one.
+        tqdm.monitor_interval = 0
+        with tqdm(total=len(prompts), unit="prompt", disable=None if bar else True) as progress:
+
+            async def one(index: int, prompt: str) -> None:
+                async with room:
+                    await self._one(index, prompt)
+                progress.update()
+
+            tasks = [asyncio.create_task(one(*item)) for item in enumerate(prompts)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                # The first error leaves the others running, and an interrupt leaves all: dropped handles cancel their requests.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        self.ended = time.monotonic()
+
+    async def _one(self, index: int, prompt: str) -> None:
+        try:
+            handle = self._submit(prompt)
+            async for output in handle:
+                if self.first is None:
+                    self.first = time.monotonic()
+                self.tokens += len(output.outputs[0].token_ids_diff)
+                self.printer.piece(index, output)
+        except RequestError as error:
+            self.refused += 1
+            self.printer.refused(index, str(error))
+
+    def _submit(self, prompt: str) -> Any:
+        if self.chat:
+            return self.llm.chat_async([{"role": "user", "content": prompt}], self.params, streaming=True)
+        return self.llm.generate_async(prompt, self.params, streaming=True)
+
+    def summary(self) -> str:
+        """One line for people."""
+        seconds = max(self.ended - self.began, 1e-9)
+        parts = [f"{self.prompts} prompts"] if self.prompts > 1 else []
+        parts += [f"{self.tokens} tokens in {seconds:.2f} s", f"{self.tokens / seconds:.1f} tokens/s"]
+        if self.first is not None:
+            parts.append(f"first token after {self.first - self.began:.2f} s")
+        if self.refused:
+            parts.append(f"{self.refused} refused")
+        return "headrace: " + ", ".join(parts)
+
+
+class Printer:
+    """Writes answers to standard output in the order of the prompts, pieces of JSON in the order in which they come."""
+
+    def __init__(self, prompts: list[str], stream: bool, as_json: bool) -> None:
+        self._prompts = prompts
+        self._stream = stream
+        self._json = as_json
+        # What came before its turn, which is the turn of the first prompt whose answer is not complete.
+        self._turn = 0
+        self._early: dict[int, list[str]] = {}
+        self._complete: set[int] = set()
+        self._begun: set[int] = set()
+
+    def piece(self, index: int, output: RequestOutput) -> None:
+        """What is new of one answer; without streaming only the whole of it is written."""
+        if self._stream or output.finished:
+            text = self._as_json(index, output) if self._json else self._as_text(index, output)
+            self._write(index, text, output.finished)
+
+    def refused(self, index: int, error: str) -> None:
+        """This prompt gets no answer, or no more of it."""
+        if self._json:
+            text = json.dumps({"index": index, "prompt": self._prompts[index], "error": error}) + "\n"
+        else:
+            text = "\n" if index in self._begun else ""
+            where = f"prompt {index + 1}: " if len(self._prompts) > 1 else ""
+            print(f"headrace: error: {where}{error}", file=sys.stderr)
+        self._write(index, text, True)
+
+    def _as_json(self, index: int, output: RequestOutput) -> str:
+        completion = output.outputs[0]
+        ending = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+        if self._stream:
+            record = {"index": index, "text_diff": completion.text_diff, "token_ids_diff": completion.token_ids_diff, **ending}
+        else:
+            record = {
+                "index": index,
+                "prompt": self._prompts[index],
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "prompt_tokens": len(output.prompt_token_ids),
+                **ending,
+            }
+        return json.dumps(record) + "\n"
+
+    def _as_text(self, index: int, output: RequestOutput) -> str:
+        heading = ""
+        if len(self._prompts) > 1 and index not in self._begun:
+            heading = f"== {index + 1}: {' '.join(self._prompts[index].split())[:100]}\n"
+        self._begun.add(index)
+        completion = output.outputs[0]
+        return heading + (completion.text_diff if self._stream else completion.text) + "\n" * output.finished
+
+    def _write(self, index: int, text: str, complete: bool) -> None:
+        if self._json and self._stream:
+            sys.stdout.write(text)
+        else:
+            self._early.setdefault(index, []).append(text)
+            if complete:
+                self._complete.add(index)
+            while True:
+                sys.stdout.writelines(self._early.pop(self._turn, ()))
+                if self._turn not in self._complete:
+                    break
+                self._turn += 1
+        sys.stdout.flush()
