@@ -1,0 +1,96 @@
+"""``Tokenizer``: text to token ids and back, and chat messages to text. Built from a GGUF file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import RequestError
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.detokenizer import Detokenizer, detokenizer_factory
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in a GGUF file or a Hugging Face folder. Raises ModelError if there is none that this build can use."""
+    if Path(path).is_dir():
+        from headrace.text.huggingface_tokenizer import load_from_folder
+
+        return load_from_folder(Path(path))
+    from headrace.text.gguf_tokenizer import load_from_gguf
+
+    return load_from_gguf(Path(path))
+
+
+class Tokenizer:
+    """Safe to use from several threads at once.
+
+    Attributes:
+        vocab_size: number of tokens, added ones included; the model's embedding may have more rows.
+        bos_token_id: token that begins a sequence, or None.
+        eos_token_id: token that ends one, or None; the model may know more of them.
+        chat_template: the templates, false if the model has none.
+    """
+
+    def __init__(self, tokenizer: RustTokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> None:
+        """``special_tokens``: ``bos_token``, ``eos_token`` and so on -> token. ``chat_templates``: name -> Jinja source."""
+        self._tokenizer = tokenizer
+        self._factories: dict[bool, Callable[[], Detokenizer]] = {}
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._token_id(special_tokens.get("bos_token"))
+        self.eos_token_id = self._token_id(special_tokens.get("eos_token"))
+        self.chat_template = ChatTemplate(chat_templates, special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. ``add_special_tokens``: whether the model's BOS (or what else it wants) goes around it.
+
+        The text of a special token becomes that token. Raises RequestError for what is not Unicode text.
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several prompts, encoded in parallel where that pays. Raises RequestError for what is not Unicode text."""
+        for index, text in enumerate(texts):
+            _check_text(text, f"prompt {index}" if len(texts) > 1 else "the prompt")
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; invalid bytes become U+FFFD, unknown ids nothing."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one request. The first call builds the table that all share (tens of milliseconds)."""
+        factory = self._factories.get(skip_special_tokens)
+        if factory is None:
+            # Two threads may both build it: the results are alike.
+            factory = self._factories[skip_special_tokens] = detokenizer_factory(self._tokenizer, skip_special_tokens)
+        return factory()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Messages (role, content) as prompt text; see :meth:`~headrace.text.chat_template.ChatTemplate.render`.
+
+        The template writes the special tokens itself: encode the result with ``add_special_tokens=False``.
+        """
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def _token_id(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def _check_text(text: object, what: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{what} must be a string, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise RequestError(f"{what} is not Unicode text: it holds the lone surrogate U+{code:04X} at character {error.start}") from None
