@@ -96,4 +96,3 @@ class FrameError(ChannelError):
 
 class NotAcknowledgedError(ChannelError):
     """A notify was sent as often as allowed and nobody acknowledged it."""
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -55,3 +56,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+
+
+class Released(NamedTuple):
+    """What a text stage lets out: the next ``num_tokens`` of the tokens it was fed so far, their text, and the stop string found, if any."""
+
+    num_tokens: int
+    text: str
+    stop: str | None = None

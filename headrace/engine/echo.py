@@ -148,7 +148,12 @@ class EchoEngine:
 
     def stats(self) -> dict[str, float]:
         """Requests by state, steps and tokens."""
-        return {"requests_waiting": len(self._waiting), "requests_running": len(self._running), "steps": self._steps, "tokens": self._tokens}
+        return {
+            "requests_waiting": len(self._waiting),
+            "requests_running": len(self._running),
+            "steps": self._steps,
+            "tokens": self._tokens,
+        }
 
     def close(self) -> None:
         """Nothing is held."""

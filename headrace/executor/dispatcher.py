@@ -1,9 +1,9 @@
 """The dispatch thread of one world: it starts the world, reads everything that comes back, and executes what the state machines decide.
 
-One thread for all of it, because the order matters: results that a rank sent before it died are delivered before its death is. It also is the
-parent of mpiexec, whose parent-death signal is bound to the *thread* that forked it, so it lives exactly as long as the world.
+One thread for all of it, because the order matters: results that a rank sent before it died are delivered before its death is. It also is
+the parent of mpiexec, whose parent-death signal is bound to the *thread* that forked it, so it lives exactly as long as the world.
 
-``lock`` guards the ledger, the lifecycle and every mailbox. Decisions are made under it; sockets and waiters are touched after it is released.
+``lock`` guards the ledger, the lifecycle and every mailbox. Decisions are made under it; sockets and waiters are touched without it.
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ class Dispatcher:
             ids, counts = deltas.request_ids.as_int64().tolist(), deltas.counts.as_int32().tolist()
             tokens, finish = deltas.token_ids.as_int32().tolist(), [FINISH_OF_CODE[code] for code in deltas.finish]
             if not len(ids) == len(counts) == len(finish) or sum(counts) != len(tokens) or (counts and min(counts) < 0):
-                raise ValueError(f"{len(ids)} ids, {len(counts)} counts, {len(finish)} endings and {len(tokens)} tokens do not fit together")
+                raise ValueError(
+                    f"{len(ids)} ids, {len(counts)} counts, {len(finish)} endings and {len(tokens)} tokens do not fit together"
+                )
         except (TypeError, ValueError, IndexError) as error:
             self.bad_frames += 1
             log.warning("a result frame is dropped: %s", error)

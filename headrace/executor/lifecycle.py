@@ -1,26 +1,26 @@
 """The life of one world, as a table. Pure: ``handle(event, now) -> [actions]``; no threads, no sockets, and the clock is an argument.
 
-    state      event            next       actions
-    STARTING   Started          READY      Announce
-    STARTING   Lost             DEAD       Fail, Kill
-    STARTING   Close            LEAVING    Fail, Kill
-    STARTING   Expired          DEAD       Fail, Kill
-    READY      Lost             DEAD       Fail, Kill
-    READY      Close            DRAINING   SendShutdown
-    DRAINING   Done             LEAVING
-    DRAINING   Lost             LEAVING    Fail, Kill
-    DRAINING   Expired          LEAVING    Fail, Kill
-    LEAVING    Lost, Done       LEAVING
-    LEAVING    Expired          LEAVING    Kill
-    LEAVING    Gone             CLOSED     Fail, Release
-    DEAD       Lost, Started,
-               Done             DEAD
-    DEAD       Close            LEAVING    Kill
-    DEAD       Expired          DEAD       Kill
-    DEAD       Gone             REAPED     Release
-    REAPED     Close            CLOSED
-    STARTING, READY, DRAINING   Gone: as Lost, then as Gone in the state that this leads to
-    any, already closing        Close: nothing (the first caller's budget stands)
+state      event            next       actions
+STARTING   Started          READY      Announce
+STARTING   Lost             DEAD       Fail, Kill
+STARTING   Close            LEAVING    Fail, Kill
+STARTING   Expired          DEAD       Fail, Kill
+READY      Lost             DEAD       Fail, Kill
+READY      Close            DRAINING   SendShutdown
+DRAINING   Done             LEAVING
+DRAINING   Lost             LEAVING    Fail, Kill
+DRAINING   Expired          LEAVING    Fail, Kill
+LEAVING    Lost, Done       LEAVING
+LEAVING    Expired          LEAVING    Kill
+LEAVING    Gone             CLOSED     Fail, Release
+DEAD       Lost, Started,
+           Done             DEAD
+DEAD       Close            LEAVING    Kill
+DEAD       Expired          DEAD       Kill
+DEAD       Gone             REAPED     Release
+REAPED     Close            CLOSED
+STARTING, READY, DRAINING   Gone: as Lost, then as Gone in the state that this leads to
+any, already closing        Close: nothing (the first caller's budget stands)
 """
 
 from __future__ import annotations

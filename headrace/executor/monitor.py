@@ -107,7 +107,9 @@ class WorldMonitor:
         )
 
     def kill(self, hard: bool) -> None:
-        """End the world: ranks by SIGKILL through their pidfds, which cannot hit a stranger; mpiexec by SIGTERM so that it cleans up, or hard."""
+        """End the world: ranks by SIGKILL through their pidfds, which cannot hit a stranger; mpiexec by SIGTERM, so that it cleans up,
+        or ``hard``.
+        """
         for watched in self._ranks.values():
             _send(watched.pidfd, signal.SIGKILL)
         if self._exit is None:

@@ -10,15 +10,8 @@ from typing import NamedTuple, Protocol
 
 from headrace.config import EngineFacts
 from headrace.errors import RequestError
+from headrace.outputs import Released
 from headrace.params import MAX_SEED, SamplingParams
-
-
-class Released(NamedTuple):
-    """What a text stage lets out: the next ``count`` of the tokens it was fed so far, their text, and the stop string found, if any."""
-
-    count: int
-    text: str
-    stop: str | None = None
 
 
 class TextStage(Protocol):
@@ -92,7 +85,9 @@ def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:
     params = request.params
     max_tokens = limit - length if params.max_tokens is None else params.max_tokens
     if length + max_tokens > limit:
-        raise RequestError(f"the prompt has {length} tokens and max_tokens is {max_tokens}: together {length + max_tokens}, over the context of {limit}")
+        raise RequestError(
+            f"the prompt has {length} tokens and max_tokens is {max_tokens}: together {length + max_tokens}, over the context of {limit}"
+        )
     for name, ids in (("end_id", () if params.end_id is None else (params.end_id,)), ("stop_token_ids", params.stop_token_ids)):
         for token in ids:
             if token >= facts.vocab_size:

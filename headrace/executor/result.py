@@ -1,7 +1,7 @@
 """``GenerationResult``: the handle of one request, with a synchronous and an asynchronous face.
 
-Two objects share the work. The :class:`Mailbox` is the dispatch thread's side: deltas that nobody has read yet merge in it, and it holds who
-waits. The :class:`GenerationResult` is the reader's side: it takes what lies in the mailbox and makes text of it. The ledger knows only
+Two objects share the work. The :class:`Mailbox` is the dispatch thread's side: deltas that nobody has read yet merge in it, and it holds
+who waits. The :class:`GenerationResult` is the reader's side: it takes what lies in the mailbox and makes text of it. The ledger knows only
 mailboxes, so a handle that the user dropped is collected, and its request with it.
 """
 
@@ -19,7 +19,7 @@ from headrace.outputs import CompletionOutput, FinishReason, RequestOutput
 
 
 class Waiter:
-    """Somebody who waits for a mailbox: a thread (``loop`` is None) or a task. Woken at most once: it leaves its mailbox's list for that."""
+    """Somebody who waits for a mailbox: a thread (``loop`` is None) or a task. Woken at most once: it is taken off the list for that."""
 
     __slots__ = ("future", "gate", "loop")
 
@@ -127,8 +127,8 @@ class Mailbox:
 class GenerationResult:
     """Handle of one request.
 
-    ``result(timeout)`` and ``await`` give the whole answer. Iterating, with ``for`` or ``async for``, gives a snapshot for every piece that has
-    arrived since the last one when the request streams, and the whole answer once when it does not. Any thread and any event loop may
+    ``result(timeout)`` and ``await`` give the whole answer. Iterating, with ``for`` or ``async for``, gives a snapshot for every piece that
+    has arrived since the last one when the request streams, and the whole answer once when it does not. Any thread and any event loop may
     use it, also several at once; every new token is then given to one of those who iterate. Waiting again gives the same answer again.
 
     An aborted request ends with ``finish_reason="abort"`` and the text so far. Errors raise: RequestError for a fault of this request,

@@ -1,8 +1,8 @@
 """The session folder: everything that one world leaves on disk lies in it, so that one removal leaves nothing behind.
 
-It holds the socket files, the MPI runtime's own files and shared-memory segments, and, until every rank has read it, the bootstrap file with
-the session key. It is open to its owner alone. The owner holds a lock in it for life; a folder whose lock is free belonged to a process
-that was killed, and the next start on this machine removes it.
+It holds the socket files, the MPI runtime's own files and shared-memory segments, and, until every rank has read it, the bootstrap file
+with the session key. It is open to its owner alone. The owner holds a lock in it for life; a folder whose lock is free belonged to a
+process that was killed, and the next start on this machine removes it.
 """
 
 from __future__ import annotations

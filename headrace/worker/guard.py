@@ -25,8 +25,8 @@ def set_process_name(name: str) -> None:
 def guard(owner_pid: int, folder: Path) -> None:
     """Die when the owner dies. Exits at once if it is dead already.
 
-    Two means, because each has a hole: the kernel's parent-death signal works even while this process is stuck in a C call, but it tells only of
-    mpiexec, not of the user process behind it; the pidfds tell of both, but need a thread that gets to run.
+    Two means, because each has a hole: the kernel's parent-death signal works even while this process is stuck in a C call, but it tells
+    only of mpiexec, not of the user process behind it; the pidfds tell of both, but need a thread that gets to run.
     """
     try:
         owner = os.pidfd_open(owner_pid)

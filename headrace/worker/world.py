@@ -23,7 +23,7 @@ class MpiWorld:
 
         self._mpi = MPI
         self._comm = MPI.COMM_WORLD
-        # A fault inside MPI raises here, so that its text reaches the proxy; the default handler would end the process without a word to it.
+        # A fault inside MPI raises here, so that its text reaches the proxy; the default handler would end the process without a word.
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()

@@ -1,8 +1,8 @@
 """Run as a script: ``guard.py PARENT_PID COMMAND [ARG ...]`` becomes COMMAND, which is sent SIGTERM when its parent dies.
 
-A process of its own start-up, because the alternative, code between fork and exec in a process with threads, can deadlock. PR_SET_PDEATHSIG
-survives execve. The kernel fires it when the *thread* that forked us ends, so the launcher starts us from a thread that lives as long as the
-world. Only the standard library may be imported here: the script runs with ``python -I -S``.
+A script, because the alternative, code between fork and exec in a process with threads, can deadlock. PR_SET_PDEATHSIG survives execve. The
+kernel fires it when the *thread* that forked us ends, so the launcher starts us from a thread that lives as long as the world. Only the
+standard library may be imported here: the script runs with ``python -I -S``.
 """
 
 import ctypes

