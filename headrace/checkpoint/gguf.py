@@ -17,7 +17,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -53,6 +53,9 @@ SCALARS = {
 MIN_BYTES = {STRING: 8, ARRAY: 12}
 
 
+T = TypeVar("T")
+
+
 class GGUFFile(TensorFile):
     """A GGUF file. Matrices are [out, in]; query and key rows are as the file has them.
 
@@ -64,6 +67,27 @@ class GGUFFile(TensorFile):
 
     def _parse(self) -> None:
         self.metadata, self.tensors = _Reader(self.path, self._data).read()
+
+    def find(self, key: str, kind: type[T]) -> T | None:
+        """The metadata value of this key; None if there is none. Raises ModelError if it is of another type than ``kind``."""
+        value = self.metadata.get(key)
+        if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+            return value
+        raise ModelError(f"{self.path}: metadata {key} is of type {type(value).__name__}, not {kind.__name__}")
+
+    def get(self, key: str, kind: type[T]) -> T:
+        """The metadata value of this key. Raises ModelError if there is none, or if it is of another type than ``kind``."""
+        value = self.find(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path}: metadata {key} is missing")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """The metadata array of strings of this key; empty if there is none. Raises ModelError if it is something else."""
+        value = self.find(key, list) or []
+        if not all(isinstance(item, str) for item in value):
+            raise ModelError(f"{self.path}: metadata {key} is an array of arrays, not of strings")
+        return value
 
 
 class _Reader:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from headrace.checkpoint.base import Checkpoint, Span
 from headrace.checkpoint.config import ModelConfig
 from headrace.checkpoint.gguf import GGUFFile
 from headrace.errors import ModelError
+
+T = TypeVar("T")
 
 ARCHITECTURES = ("llama",)
 
@@ -48,7 +50,8 @@ class GGUFCheckpoint(Checkpoint):
         self.name = self.path.stem
         try:
             self._sources = {_huggingface_name(source, self.path): source for source in self._file.tensors}
-            self.config = read_config(self.path, self._file.metadata, self.shape("model.embed_tokens.weight"), self.has("lm_head.weight"))
+            # The rows of the embedding decide on the vocabulary: llama.vocab_size is optional, and some writers leave padding out of it.
+            self.config = read_config(self._file, self.shape("model.embed_tokens.weight")[0], self.has("lm_head.weight"))
         except BaseException:
             self._file.close()
             raise
@@ -91,54 +94,53 @@ def stored_rows(rows: npt.NDArray[np.intp], head_dim: int) -> npt.NDArray[np.int
     return stored
 
 
-def read_config(path: Path, metadata: Mapping[str, Any], embedding: tuple[int, ...], has_head: bool) -> ModelConfig:
+def read_config(file: GGUFFile, vocab_size: int, has_head: bool) -> ModelConfig:
     """The hyperparameters. Raises ModelError for what is missing, of the wrong type, or not computed by this build."""
-    architecture = metadata.get("general.architecture")
+    architecture = file.get("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        raise ModelError(f"{path}: architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} is")
-
-    def get(key: str, kind: type, default: Any = None) -> Any:
-        value = metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, kind):
-            what = "is missing" if value is None else f"is {value!r}, not {kind.__name__}"
-            raise ModelError(f"{path}: metadata {key} {what}")
-        return value
-
-    heads = get("llama.attention.head_count", int)
-    hidden = get("llama.embedding_length", int)
+        raise ModelError(f"{file.path}: architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} is")
+    heads = file.get("llama.attention.head_count", int)
+    hidden = file.get("llama.embedding_length", int)
     if heads == 0:
-        raise ModelError(f"{path}: metadata llama.attention.head_count is 0")
-    head_dim = get("llama.attention.key_length", int, hidden // heads)
+        raise ModelError(f"{file.path}: metadata llama.attention.head_count is 0")
+    head_dim = _or(file.find("llama.attention.key_length", int), hidden // heads)
     for key, computed in (
         ("llama.attention.value_length", head_dim),
         ("llama.rope.dimension_count", head_dim),
         ("llama.rope.scaling.type", "none"),
         ("llama.expert_count", 0),
     ):
-        found = metadata.get(key, computed)
-        if found != computed:
-            raise ModelError(f"{path}: {key} is {found!r}; this build computes only {computed!r}")
-    tokens = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        found = file.find(key, type(computed))
+        if found is not None and found != computed:
+            raise ModelError(f"{file.path}: {key} is {found!r}; this build computes only {computed!r}")
+    mlp, layers, context = (file.get(f"llama.{name}", int) for name in ("feed_forward_length", "block_count", "context_length"))
+    kv_heads = _or(file.find("llama.attention.head_count_kv", int), heads)
+    theta = _or(file.find("llama.rope.freq_base", float), 10000.0)
+    epsilon = file.get("llama.attention.layer_norm_rms_epsilon", float)
+    bos, *eos = (file.find(f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos", "eot", "eom"))
     try:
         return ModelConfig(
             family="llama",
             hidden_size=hidden,
-            intermediate_size=get("llama.feed_forward_length", int),
-            num_layers=get("llama.block_count", int),
+            intermediate_size=mlp,
+            num_layers=layers,
             num_heads=heads,
-            num_kv_heads=get("llama.attention.head_count_kv", int, heads),
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            # The rows of the embedding decide: llama.vocab_size is optional, and a few writers count padding differently in it.
-            vocab_size=embedding[0],
-            max_seq_len=get("llama.context_length", int),
-            rope_theta=get("llama.rope.freq_base", float, 10000.0),
-            rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
+            vocab_size=vocab_size,
+            max_seq_len=context,
+            rope_theta=theta,
+            rms_norm_eps=epsilon,
             tie_word_embeddings=not has_head,
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=tuple(dict.fromkeys(token for token in tokens if token is not None)),
+            bos_token_id=bos,
+            eos_token_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
         )
     except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
+        raise ModelError(f"{file.path}: {error}") from None
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def _huggingface_name(source: str, path: Path) -> str:

@@ -61,12 +61,12 @@ class TensorFile(ABC):
         """Read the head of ``_data`` and set ``tensors``. Raises ModelError."""
 
     def check_readable(self, name: str) -> TensorInfo:
-        """Where the tensor lies. Raises ModelError for a type or a number of dimensions that cannot be read."""
+        """Where the tensor lies. Raises ModelError for a type or a shape that cannot be read."""
         info = self.tensors[name]
         if info.type is None:
             raise ModelError(f"{self.path}: tensor {name} is of type {info.type_name}, which this build cannot read")
-        if len(info.shape) not in (1, 2):
-            raise ModelError(f"{self.path}: tensor {name} has {len(info.shape)} dimensions; vectors and matrices can be read")
+        if len(info.shape) not in (1, 2) or 0 in info.shape:
+            raise ModelError(f"{self.path}: tensor {name} has the shape {list(info.shape)}; vectors and matrices can be read")
         return info
 
     def read(
