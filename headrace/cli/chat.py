@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.llm import LLM
 
     with LLM(**llm_arguments(arguments)) as llm:
-        if not llm.tokenizer.has_chat_template:
+        if not llm.tokenizer.chat_template:
             raise ModelError(f"{llm.facts.model} has no chat template; headrace generate --raw continues a text with it")
         if interactive:
             print(f"{llm.facts.model}, {llm.facts.tensor_parallel_size} ranks. /help lists the commands, Ctrl-D ends.", file=sys.stderr)

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.llm import LLM
 
     with LLM(**llm_arguments(arguments)) as llm:
-        chat = llm.tokenizer.has_chat_template if arguments.chat is None else arguments.chat
+        chat = bool(llm.tokenizer.chat_template) if arguments.chat is None else arguments.chat
         printer = Printer(prompts, arguments.stream, arguments.json)
         job = Job(llm, params, chat, printer)
         asyncio.run(job.answer(prompts, bar=len(prompts) > 1 and not arguments.stream))

@@ -28,7 +28,8 @@ LAYERS = {
     "headrace.engine": LEAVES | {"headrace.checkpoint"},
     "headrace.worker": LEAVES | {"headrace.ipc", "headrace.engine", "headrace.checkpoint"},
     "headrace.executor": LEAVES | {"headrace.ipc"},
-    "headrace.llm": LEAVES | {"headrace.executor", "headrace.text", "headrace.checkpoint"},
+    "headrace.llm": LEAVES | {"headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"},
+    "headrace.progress": LEAVES,
     # `headrace` itself: the public names; doctor looks at what the executor and the engine would find.
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
     "headrace.cli._probes": LEAVES | {"headrace", "headrace.cli", "headrace.executor.launchers.mpi", "headrace.checkpoint"},
