@@ -24,6 +24,7 @@ from headrace.errors import EngineDeadError, HeadraceError
 IMPORT_TIMEOUT = 120.0
 #: seconds for the world that is started as a test
 START_TIMEOUT = 60.0
+CGROUP = Path("/sys/fs/cgroup")
 #: of what a world wrote before it died
 CAUSE_LINES = 20
 MIB = 1 << 20
@@ -192,7 +193,7 @@ def _cgroup_number(*names: str) -> int | None:
     """A limit of the container, version 2 or 1; None: none."""
     for name in names:
         try:
-            return int(Path("/sys/fs/cgroup", name).read_text())
+            return int((CGROUP / name).read_text())
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return None
@@ -200,7 +201,7 @@ def _cgroup_number(*names: str) -> int | None:
 
 def _cgroup_cores() -> float | None:
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = (CGROUP / "cpu.max").read_text().split()
         return int(quota) / int(period)
     except (OSError, ValueError):  # not version 2, or "max"
         return None

