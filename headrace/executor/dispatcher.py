@@ -1,7 +1,7 @@
 """The dispatch thread of one world: it starts the world, reads everything that comes back, and executes what the state machines decide.
 
 One thread for all of it, because the order matters: results that a rank sent before it died are delivered before its death is. It also is
-the parent of mpiexec, whose parent-death signal is bound to the *thread* that forked it, so it lives exactly as long as the world.
+the parent of the world's root process, and reaps it.
 
 ``lock`` guards the ledger, the lifecycle and every mailbox. Decisions are made under it; sockets and waiters are touched without it.
 """

@@ -15,7 +15,7 @@ from headrace.errors import EngineDeadError, StartupError
 from headrace.executor.launchers.base import ExitCause, LaunchedWorld
 
 #: seconds that a death may be held back to learn its cause
-CAUSE_GRACE = 0.3
+CAUSE_GRACE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class WorldMonitor:
             how = f"exited with code {cause.exit_code}"
         else:
             how = "died"
-        who = f"rank {first.rank} (pid {first.pid})" if first else f"the MPI job (mpiexec, pid {self.world.pid})"
+        who = f"rank {first.rank} (pid {first.pid})" if first else f"its root process (pid {self.world.pid})"
         return kind(
             f"the worker world died{' while it started' if starting else ''}: {who} {how}",
             rank=first.rank if first else None,

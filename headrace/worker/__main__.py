@@ -119,9 +119,8 @@ def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
 
 def main() -> None:
     """Run this rank to its end."""
-    path = Path(sys.argv[1])
-    bootstrap = read_bootstrap(path)
-    guard(bootstrap.owner_pid, path.parent)
+    bootstrap = read_bootstrap(Path(sys.argv[1]))
+    guard(bootstrap.owner_pid)
     world = MpiWorld()
     set_process_name(f"headrace:{world.rank}")
     report = Reporter(bootstrap, world)

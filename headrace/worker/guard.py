@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-import shutil
 import signal
 import threading
-from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -22,7 +20,7 @@ def set_process_name(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def guard(owner_pid: int, folder: Path) -> None:
+def guard(owner_pid: int) -> None:
     """Die when the owner dies. Exits at once if it is dead already.
 
     Two means, because each has a hole: the kernel's parent-death signal works even while this process is stuck in a C call, but it tells
@@ -34,15 +32,12 @@ def guard(owner_pid: int, folder: Path) -> None:
     except ProcessLookupError:
         os._exit(EXIT_ORPHANED)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    threading.Thread(target=_watch, args=(owner, parent, folder), name="headrace-guard", daemon=True).start()
+    threading.Thread(target=_watch, args=(owner, parent), name="headrace-guard", daemon=True).start()
 
 
-def _watch(owner: int, parent: int, folder: Path) -> None:
+def _watch(owner: int, parent: int) -> None:
     poll = select.poll()
     poll.register(owner, select.POLLIN)
     poll.register(parent, select.POLLIN)
-    dead = [fd for fd, _ in poll.poll()]
-    if owner in dead:
-        # Its session folder has nobody else left to remove it. Every rank tries; mpiexec, which ends next, removes its own part itself.
-        shutil.rmtree(folder, ignore_errors=True)
+    poll.poll()
     os._exit(EXIT_ORPHANED)

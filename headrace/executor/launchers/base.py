@@ -48,7 +48,7 @@ class Launcher(Protocol):
         """One line: what is started, and with what."""
 
     def launch(self, folder: Path, bootstrap: Path, ranks: int) -> LaunchedWorld:
-        """Start ``ranks`` workers, from a thread that outlives them. ``folder`` takes what the runtime leaves on disk.
+        """Start ``ranks`` workers. ``folder`` takes what the runtime leaves on disk.
 
         Raises StartupError when the world cannot even be started.
         """

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headrace.errors import StartupError
-from headrace.executor.launchers import guard
+from headrace.executor.launchers import janitor
 from headrace.executor.launchers.base import ExitCause
 
 Flavour = Literal["openmpi", "mpich"]
@@ -130,7 +130,7 @@ class MpiLauncher:
         """Start mpiexec in a session of its own, so that a terminal's Ctrl-C is ours to handle."""
         worker = [sys.executable, "-m", "headrace.worker", str(bootstrap)]
         job = [self._mpi.mpiexec, "-n", str(ranks), *worker]
-        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *job]
+        command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *job]
         try:
             process = subprocess.Popen(
                 command,
@@ -166,7 +166,7 @@ class MpiLauncher:
 
 
 class MpiWorld:
-    """A running mpiexec and what it said."""
+    """A running mpiexec, under its janitor, and what it said. ``pid`` is the janitor's."""
 
     def __init__(self, process: subprocess.Popen[bytes], flavour: Flavour) -> None:
         self._process = process
@@ -207,24 +207,24 @@ class MpiWorld:
         return "\n".join(self._tail)
 
     def poll(self) -> ExitCause | None:
-        """mpiexec reports the first rank that died: Open MPI as 128 + signal, MPICH as the bare signal number."""
+        """mpiexec reports the first rank that died: Open MPI as 128 + signal, MPICH as the bare signal number. The janitor passes it on."""
         code = self._process.poll()
         if code is None:
             return None
         if code < 0:
             return ExitCause(None, -code)
-        if self._flavour == "openmpi" and code > 128:
+        if code > 128:
             return ExitCause(code, code - 128)
         if self._flavour == "mpich" and re.search(r"KILLED BY SIGNAL|signal", self.output_tail(), re.IGNORECASE) and 0 < code < 65:
             return ExitCause(code, code)
         return ExitCause(code, None)
 
     def terminate(self) -> None:
-        """mpiexec passes it on to the ranks."""
+        """The janitor passes it on to mpiexec, and that to the ranks."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """The ranks' own guards end them when mpiexec is gone."""
+        """Kills the janitor, whose death ends mpiexec, whose death ends the ranks: each is watched by the next."""
         self._process.kill()
 
     def close(self) -> None:

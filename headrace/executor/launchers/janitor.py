@@ -1,0 +1,73 @@
+"""Run as a script between the user process and the world: ``janitor.py OWNER_PID FOLDER COMMAND [ARG ...]``.
+
+It starts COMMAND (mpiexec), passes SIGTERM on to it, and exits as it exits: with its code, or with 128 plus the signal that killed it. When
+the owner dies first, by whatever signal and at whatever moment, it ends the command and removes the session folder, which then has nobody
+else. When the janitor itself is killed, the kernel sends the command SIGTERM. It only waits, so it costs nothing but its memory; only a few
+modules of the standard library may be imported here, since it runs with ``python -I -S`` and every start waits for it.
+"""
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+#: seconds that an orphaned command gets to end its ranks before it is killed
+GRACE = 0.3
+
+#: exit code when the owner was dead before the command was started, or died while it ran
+EXIT_ORPHANED = 75
+
+
+def main() -> int:
+    """Serve one command to its end."""
+    owner_pid, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    if os.getppid() != owner_pid:
+        return _orphaned(folder)
+    # Valid: had the owner died since the line above, we would watch a stranger only if its number had been given away again in between.
+    owner = os.pidfd_open(owner_pid)
+    # Before the fork, so that no SIGTERM is lost: until the child is there it stays pending.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    child = os.fork()
+    if child == 0:
+        _become(command, os.getppid())
+    child_fd = os.pidfd_open(child)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.pidfd_send_signal(child_fd, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if child_fd not in _wait(None, owner, child_fd):
+        signal.pidfd_send_signal(child_fd, signal.SIGTERM)
+        if not _wait(GRACE, child_fd):
+            signal.pidfd_send_signal(child_fd, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return _orphaned(folder)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def _become(command: list[str], janitor: int) -> None:
+    """In the child: be ended with the janitor, and turn into the command."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # Had the janitor died before the call above, no signal would come.
+    if os.getppid() == janitor:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.execv(command[0], command)
+    os._exit(EXIT_ORPHANED)
+
+
+def _wait(timeout: "float | None", *fds: int) -> list[int]:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
+
+
+def _orphaned(folder: str) -> int:
+    shutil.rmtree(folder, ignore_errors=True)
+    return EXIT_ORPHANED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
