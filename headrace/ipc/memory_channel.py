@@ -11,7 +11,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import ChannelError
@@ -22,28 +22,25 @@ from headrace.ipc.ends import AsyncWaiters, BaseEnd, BinderEnd, ConnectorEnd, Pa
 #: frames that wait in one queue before ``send`` reports the channel as full
 CAPACITY = 1024
 
-#: Sees every frame that an end sends, as a list of parts, and says what arrives instead: nothing, the same, others.
-Tap = Callable[[list[bytes]], Iterable[list[bytes]]]
 
-
-def bind_pair(address: Address, key: bytes, tap: Tap | None = None) -> Channel:
+def bind_pair(address: Address, key: bytes) -> Channel:
     """The binder of a pair. Raises ValueError for an unusable key or address, ChannelError if the endpoint is bound already."""
-    return PairEnd(address, key, "binder", False, lambda: MemoryTransport(address, "binder", False, tap))
+    return PairEnd(address, key, "binder", False, lambda: MemoryTransport(address, "binder", False))
 
 
-def connect_pair(address: Address, key: bytes, tap: Tap | None = None) -> Channel:
+def connect_pair(address: Address, key: bytes) -> Channel:
     """The connector of a pair; it may connect before the binder binds. Raises as ``bind_pair``."""
-    return PairEnd(address, key, "connector", False, lambda: MemoryTransport(address, "connector", False, tap))
+    return PairEnd(address, key, "connector", False, lambda: MemoryTransport(address, "connector", False))
 
 
-def bind_served(address: Address, key: bytes, tap: Tap | None = None) -> ServedChannel:
+def bind_served(address: Address, key: bytes) -> ServedChannel:
     """The binder of a served channel. Raises as ``bind_pair``."""
-    return BinderEnd(address, key, lambda: MemoryTransport(address, "binder", True, tap))
+    return BinderEnd(address, key, lambda: MemoryTransport(address, "binder", True))
 
 
-def connect_served(address: Address, key: bytes, tap: Tap | None = None) -> Channel:
+def connect_served(address: Address, key: bytes) -> Channel:
     """A connector of a served channel, known to the binder as ``address.peer``. Raises as ``bind_pair``."""
-    return ConnectorEnd(address, key, lambda: MemoryTransport(address, "connector", True, tap))
+    return ConnectorEnd(address, key, lambda: MemoryTransport(address, "connector", True))
 
 
 class MemoryPoller(Poller):
@@ -151,29 +148,29 @@ os.register_at_fork(after_in_child=_after_fork)
 class MemoryTransport(Transport):
     """One end of an endpoint."""
 
-    def __init__(self, address: Address, role: Role, served: bool, tap: Tap | None = None) -> None:
+    def __init__(self, address: Address, role: Role, served: bool) -> None:
         if not address.endpoint.startswith("memory://"):
             raise ValueError(f"channel {address.channel!r}: {address.endpoint} is no memory:// endpoint")
         self.endpoint = address.endpoint
         self._served = served
         self._name = address.peer.encode() if served else b""
         self._binder = role == "binder"
-        self._tap = tap
         with _lock:
-            self._hub = _hubs.setdefault((self.endpoint, served), _Hub(served))
+            hub = _hubs.get((self.endpoint, served)) or _Hub(served)
+            self._hub = _hubs[self.endpoint, served] = hub
             if self._binder or not served:
-                if role in self._hub.taken:
+                if role in hub.taken:
                     raise ChannelError(f"channel {address.channel!r}: {self.endpoint} has a {role} already")
-                self._hub.taken.add(role)
-            self._hub.users += 1
+                hub.taken.add(role)
+            hub.users += 1
             if self._binder:
-                self._in = self._hub.to_binder
+                self._in = hub.to_binder
             elif served:
-                self._in = self._hub.to_connectors[self._name] = _Queue()
+                self._in = hub.to_connectors[self._name] = _Queue()
             else:
-                self._in = self._hub.to_connectors[b""]
+                self._in = hub.to_connectors[b""]
         #: where this end waits for room; a served binder never does
-        self._out = self._hub.to_connectors.get(b"", self._in) if self._binder else self._hub.to_binder
+        self._out = hub.to_connectors.get(b"", self._in) if self._binder else hub.to_binder
         self._polls = (_poll(self._in.readable), _poll(self._out.writable))
         self._waiters = AsyncWaiters(self._in.readable, self._out.writable, self._ready)
 
@@ -187,9 +184,8 @@ class MemoryTransport(Transport):
             queue = self._hub.to_connectors.get(peer) if self._binder else self._hub.to_binder
         if queue is None:
             return False
-        sent = [bytes(part) for part in parts]
-        head = [self._name] if self._served and not self._binder else []
-        return all(queue.put([*head, *frame]) for frame in (self._tap(sent) if self._tap else (sent,)))
+        name = [self._name] if self._served and not self._binder else []
+        return queue.put([*name, *(bytes(part) for part in parts)])
 
     def take(self) -> list[Any] | None:
         return self._in.take()
