@@ -1,0 +1,197 @@
+"""``ModelEngine``: requests in, tokens out, over a real model. It runs on rank 0; every rank has a runner."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.checkpoint import ModelConfig, open_checkpoint
+from headrace.config import EngineConfig, EngineFacts
+from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
+from headrace.engine.kv_cache import KVCache, cache_limits
+from headrace.engine.plan import StepPlan
+from headrace.engine.sampler import NO_TOKEN, RowSampling, sample
+from headrace.engine.scheduler import Chunk, Scheduler, State
+from headrace.engine.scheduler import Sequence as LiveSequence
+from headrace.errors import ModelError, RequestError
+from headrace.outputs import FinishReason
+
+
+class ModelRunner(Protocol):
+    """A ``base.Runner`` that knows its model. ``execute`` takes the arrays of a ``StepPlan``."""
+
+    model_name: str
+    model_config: ModelConfig
+    dtype: str
+    versions: dict[str, str]
+
+    def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
+        """Logits, float32 [rows that sample, vocabulary], on rank 0."""
+
+    def close(self) -> None:
+        """Give memory back."""
+
+
+def load_runner(config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> ModelRunner:
+    """Load this rank's share of the model; every rank calls it. Progress comes in bytes. Raises ModelError."""
+    if config.runner != "torch":
+        raise ModelError(f"runner {config.runner!r} runs no model; use 'torch'")
+    # GNU OpenMP spins between parallel regions by default, which starves whoever else needs the cores; read once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from headrace.engine.runners.torch_runner import TorchRunner
+
+    with open_checkpoint(config.model) as checkpoint:
+        return TorchRunner(config, checkpoint, collectives, progress)
+
+
+def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast | None = None) -> ModelEngine:
+    """Rank 0's engine over its loaded runner. ``broadcast`` gives each plan to the other ranks; None where there are none."""
+    return ModelEngine(config, runner, broadcast)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that the scheduler has."""
+
+    request: EngineRequest
+    sequence: LiveSequence
+    sampling: RowSampling
+    eos: frozenset[int]
+
+
+class ModelEngine:
+    """Implements ``engine.base.Engine``: every step is schedule, run, sample, update."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, broadcast: Broadcast | None = None) -> None:
+        model = runner.model_config
+        num_blocks, max_seq_len = cache_limits(config, model.max_seq_len)
+        self.facts = EngineFacts(
+            model=runner.model_name,
+            runner=config.runner,
+            dtype=runner.dtype,
+            vocab_size=model.vocab_size,
+            max_seq_len=max_seq_len,
+            max_batch_size=config.max_batch_size,
+            eos_token_ids=model.eos_token_ids,
+            num_kv_blocks=num_blocks,
+            tokens_per_block=config.tokens_per_block,
+            tensor_parallel_size=config.tensor_parallel_size,
+            versions=runner.versions,
+        )
+        self._runner = runner
+        self._broadcast = broadcast
+        self._cache = KVCache(num_blocks, config.tokens_per_block)
+        self._scheduler = Scheduler(
+            self._cache, max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens, max_seq_len=max_seq_len
+        )
+        self._live: dict[int, _Live] = {}
+        self._ended_early = StepOutputs()  # records of requests that ended between steps
+        self._steps = 0
+        self._generated_tokens = 0
+        self._computed_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live, or has an ending to report."""
+        return self._scheduler.has_work or bool(self._ended_early.request_ids)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue it; one that cannot run ends with ERROR in the next step. Raises ValueError for an id that is live already."""
+        prompt, vocab_size = request.prompt_token_ids, self.facts.vocab_size
+        try:
+            if len(prompt) and not (prompt.min() >= 0 and prompt.max() < vocab_size):
+                wrong = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
+                raise RequestError(f"token id {wrong} is out of range: the vocabulary has {vocab_size} tokens")
+            sequence = self._scheduler.submit(request.request_id, array("i", prompt.tobytes()))
+        except RequestError as error:
+            self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
+            return
+        params = request.params
+        eos = self.facts.eos_token_ids if params.end_id is None else (params.end_id,)
+        self._live[request.request_id] = _Live(
+            request=request,
+            sequence=sequence,
+            sampling=RowSampling.of(params, request.seed, vocab_size),
+            eos=frozenset() if params.ignore_eos else frozenset(eos),
+        )
+
+    def cancel(self, request_id: int) -> bool:
+        """End it with ABORT in the next step; one that waits never runs."""
+        if not self._scheduler.end(request_id):
+            return False
+        del self._live[request_id]
+        self._ended_early.add(request_id, (), FinishReason.ABORT)
+        return True
+
+    def cancel_all(self) -> None:
+        """``cancel`` for every request that has not ended."""
+        for request_id in self._scheduler.live():
+            self.cancel(request_id)
+
+    def step(self) -> StepOutputs:
+        """One forward pass for all that the scheduler picks. An exception is a fault of the world."""
+        outputs, self._ended_early = self._ended_early, StepOutputs()
+        chunks = self._scheduler.schedule()
+        if chunks:
+            arrays = StepPlan.of(chunks, self._cache).arrays()
+            if self._broadcast is not None:
+                self._broadcast(arrays)
+            logits = self._runner.execute(arrays)
+            self._update(chunks, logits, outputs)
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        """Gauges: requests by state and KV blocks. Counters: steps, preemptions, generated tokens, and tokens computed in all."""
+        counts = self._scheduler.counts
+        return {
+            "requests_waiting": counts[State.WAITING],
+            "requests_running": counts[State.PREFILL] + counts[State.DECODE],
+            "requests_preempted": counts[State.PREEMPTED],
+            "kv_blocks_used": self._cache.num_used,
+            "kv_blocks_free": self._cache.num_free,
+            "steps": self._steps,
+            "tokens": self._generated_tokens,
+            "computed_tokens": self._computed_tokens,
+            "preemptions": self._scheduler.num_preemptions,
+        }
+
+    def close(self) -> None:
+        """Drop this rank's weights and cache."""
+        self._runner.close()
+
+    def _update(self, chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs) -> None:
+        self._steps += 1
+        self._computed_tokens += sum(chunk.length for chunk in chunks)
+        sampled = [self._live[chunk.sequence.request_id] for chunk in chunks if chunk.samples]
+        if logits is None or len(logits) != len(sampled):
+            raise RuntimeError(f"the runner gave no logits for {len(sampled)} rows")
+        tokens = sample(logits, [live.sampling for live in sampled], [len(live.sequence.tokens) for live in sampled])
+        for live, token in zip(sampled, tokens, strict=True):
+            self._accept(live, token, outputs)
+
+    def _accept(self, live: _Live, token: int, outputs: StepOutputs) -> None:
+        request, sequence = live.request, live.sequence
+        finish, stop_reason = None, None
+        if token == NO_TOKEN:
+            self._end(request.request_id)
+            message = f"the model gave logits that are not finite after {len(sequence.tokens)} tokens"
+            outputs.add(request.request_id, (), FinishReason.ERROR, error=message)
+            return
+        self._scheduler.append(sequence, token)
+        self._generated_tokens += 1
+        if token in live.eos:
+            finish = FinishReason.STOP
+        elif token in request.params.stop_token_ids:
+            finish, stop_reason = FinishReason.STOP, token
+        elif sequence.generated >= request.max_tokens or len(sequence.tokens) >= self.facts.max_seq_len:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            self._end(request.request_id)
+        outputs.add(request.request_id, (token,), finish, stop_reason=stop_reason)
+
+    def _end(self, request_id: int) -> None:
+        self._scheduler.end(request_id)
+        del self._live[request_id]

@@ -1,0 +1,42 @@
+"""Reads one rank's share of a checkpoint and says how far it is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.checkpoint import Checkpoint
+from headrace.engine.base import Float32, ProgressHook
+from headrace.engine.models.decoder import Axis, DecoderFamily, Shard, Weight
+
+
+class ShardReader:
+    """Slices of the weights of one rank, read when asked for; progress is in bytes of the file, this rank's share of them."""
+
+    def __init__(self, checkpoint: Checkpoint, family: DecoderFamily, shard: Shard, progress: ProgressHook) -> None:
+        self._checkpoint = checkpoint
+        self._shard = shard
+        self._progress = progress
+        self._total = sum(self._nbytes(weight) for weight in family.weights(checkpoint.config))
+        self._done = 0
+        progress("load", 0, self._total)
+
+    def read(self, *weights: Weight) -> Float32:
+        """This rank's share of these weights, float32; several are stacked by rows into one."""
+        parts = [self._slice(weight) for weight in weights]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _slice(self, weight: Weight) -> Float32:
+        span = self._shard.span(weight.share)
+        if weight.axis is Axis.ROWS:
+            array = self._checkpoint.tensor(weight.name, rows=span)
+        else:
+            array = self._checkpoint.tensor(weight.name, columns=span)
+        self._done += self._nbytes(weight)
+        self._progress("load", self._done, self._total)
+        return array
+
+    def _nbytes(self, weight: Weight) -> int:
+        stored, span = self._checkpoint.nbytes(weight.name), self._shard.span(weight.share)
+        if span is None:
+            return stored
+        return stored * (span[1] - span[0]) // self._checkpoint.shape(weight.name)[weight.axis.value]

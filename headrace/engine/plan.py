@@ -1,0 +1,58 @@
+"""``StepPlan``: what every rank computes in one step, as int32 arrays whose sizes say everything that is needed to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.engine.base import Int32
+from headrace.engine.kv_cache import KVCache
+from headrace.engine.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """T tokens of S sequences; the fields are the plan's arrays in this order.
+
+    Attributes:
+        tokens: [T] token ids, sequence after sequence.
+        starts: [S] position of the first of each sequence's tokens, which is how many it has in the KV cache already.
+        lengths: [S] tokens of each sequence in this step, at least 1; they sum to T.
+        tables: block tables joined; sequence s has ceil((starts[s] + lengths[s]) / tokens_per_block) entries.
+        samples: [R] indices into ``tokens`` whose logits are wanted, ascending.
+    """
+
+    tokens: Int32
+    starts: Int32
+    lengths: Int32
+    tables: Int32
+    samples: Int32
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], cache: KVCache) -> StepPlan:
+        """The plan of these chunks, whose blocks the cache has already handed out."""
+        tokens, tables = bytearray(), bytearray()
+        for sequence, start, length in chunks:
+            end = start + length
+            tokens += memoryview(sequence.tokens[start:end]).cast("B")
+            tables += memoryview(cache.table(sequence.request_id)[: cache.blocks_for(end)]).cast("B")
+        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
+        samples = np.array([chunk.samples for chunk in chunks], dtype=np.bool_)
+        return cls(
+            tokens=np.frombuffer(tokens, dtype=np.int32),
+            starts=np.array([chunk.start for chunk in chunks], dtype=np.int32),
+            lengths=lengths,
+            tables=np.frombuffer(tables, dtype=np.int32),
+            samples=(np.cumsum(lengths, dtype=np.int32) - 1)[samples],
+        )
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[Int32]) -> StepPlan:
+        """What ``arrays`` gave, on another rank."""
+        return cls(*arrays)
+
+    def arrays(self) -> tuple[Int32, ...]:
+        """The arrays to broadcast."""
+        return self.tokens, self.starts, self.lengths, self.tables, self.samples

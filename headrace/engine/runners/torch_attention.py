@@ -1,0 +1,178 @@
+"""Attention over paged KV blocks: a step's plan turned into index tensors, once, for all layers to use.
+
+Shapes: T tokens of the step, G KV heads of this rank, g query heads that share one of them, D head_dim. A layer's cache is
+[num_blocks, tokens_per_block, 2G, D], keys before values, so that one gather and one write serve both.
+
+The g queries of a KV head take the place of g tokens of one sequence that see the same keys: no key is repeated for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.engine.plan import StepPlan
+
+Int64 = npt.NDArray[np.int64]
+
+#: sequences decode in one batch while the longest has at most this many times the KV blocks of the shortest: padding is copied and
+#: multiplied like everything else, and one long sequence must not make every short one as long
+MAX_PADDING = 2
+
+
+class Rows(Protocol):
+    """Tokens that are attended to together."""
+
+    def attend(self, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
+        """Write their attention to ``out``.
+
+        ``queries``, ``out``: [T, G, g, D]. ``fresh``: [T, 2G, D], keys and values of this step, which ``cache`` has already.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """B sequences with one token each. ``blocks``: [B * N]. ``mask``: [B, 1, 1, N * tokens_per_block], 0 or -inf."""
+
+    rows: Tensor | slice
+    blocks: Tensor
+    mask: Tensor
+
+    def attend(self, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
+        """See ``Rows``."""
+        groups = queries.shape[1]
+        kv = cache.index_select(0, self.blocks).view(len(self.mask), -1, *cache.shape[2:]).float().transpose(1, 2)
+        out[self.rows] = F.scaled_dot_product_attention(queries[self.rows], kv[:, :groups], kv[:, groups:], attn_mask=self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """n tokens of one sequence after ``context - n`` earlier ones. ``mask``: [n, context], 0 or -inf; None: nothing came before."""
+
+    rows: slice
+    context: int
+    blocks: Tensor
+    mask: Tensor | None
+
+    def attend(self, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
+        """See ``Rows``."""
+        groups, shared = queries.shape[1:3]
+        # A prompt without a past sees only itself, which needs no gathering.
+        kv = fresh[self.rows] if self.mask is None else cache.index_select(0, self.blocks).flatten(0, 1)[: self.context].float()
+        # KV heads as the batch, their query heads as the heads, with stride 0 in keys and values.
+        kv = kv.transpose(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
+        attended = F.scaled_dot_product_attention(
+            queries[self.rows].permute(1, 2, 0, 3), kv[:groups], kv[groups:], attn_mask=self.mask, is_causal=self.mask is None
+        )
+        out[self.rows] = attended.permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """A plan as index tensors.
+
+    Attributes:
+        tokens, positions: [T].
+        slots: [T], where the KV of each token goes: block * tokens_per_block + place in the block.
+        stale: blocks that are begun in this step and not filled by it. Attention reads whole blocks and gives what lies past a sequence's
+            end the weight 0, which hides any stale number but not NaN: they are cleared, so that a request with NaN dies alone.
+        samples: [R], rows whose logits are wanted.
+        groups: all rows, by how they are attended to.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    stale: Tensor
+    samples: Tensor
+    groups: tuple[Rows, ...]
+
+    @classmethod
+    def of(cls, plan: StepPlan, tokens_per_block: int) -> StepIndex:
+        """Work out the indices of a plan."""
+        layout = _Layout.of(plan, tokens_per_block)
+        positions = np.arange(len(plan.tokens)) + np.repeat(plan.starts - layout.firsts, plan.lengths)
+        blocks = plan.tables[np.repeat(layout.offsets, plan.lengths) + positions // tokens_per_block].astype(np.int64)
+        begun = (layout.num_blocks - 1) * tokens_per_block >= plan.starts  # the last block has no token of an earlier step
+        unfilled = layout.contexts % tokens_per_block > 0
+        return cls(
+            tokens=_tensor(plan.tokens),
+            positions=_tensor(positions),
+            slots=_tensor(blocks * tokens_per_block + positions % tokens_per_block),
+            stale=_tensor(plan.tables[(layout.offsets + layout.num_blocks - 1)[begun & unfilled]]),
+            samples=_tensor(plan.samples),
+            groups=(*layout.decode_groups(), *layout.prefills()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a plan's sequences are, each int64 [S].
+
+    Attributes:
+        firsts: first row of each.
+        contexts: tokens of each, those of this step included.
+        num_blocks: blocks in its table.
+        offsets: where its table begins in ``plan.tables``.
+    """
+
+    plan: StepPlan
+    tokens_per_block: int
+    firsts: Int64
+    contexts: Int64
+    num_blocks: Int64
+    offsets: Int64
+
+    @classmethod
+    def of(cls, plan: StepPlan, tokens_per_block: int) -> _Layout:
+        contexts = plan.starts.astype(np.int64) + plan.lengths
+        num_blocks = -(-contexts // tokens_per_block)
+        firsts = np.cumsum(plan.lengths, dtype=np.int64) - plan.lengths
+        return cls(plan, tokens_per_block, firsts, contexts, num_blocks, np.cumsum(num_blocks) - num_blocks)
+
+    def decode_groups(self) -> Iterator[DecodeRows]:
+        """The sequences with one token, shortest first, cut into groups of similar length."""
+        decoding = np.flatnonzero(self.plan.lengths == 1)
+        ordered = decoding[np.argsort(self.num_blocks[decoding], kind="stable")]
+        while len(ordered):
+            size = int(np.searchsorted(self.num_blocks[ordered], MAX_PADDING * self.num_blocks[ordered[0]], side="right"))
+            members, ordered = np.sort(ordered[:size]), ordered[size:]
+            # Past its end a table repeats its own first block: padding never reads what another sequence has written.
+            place = np.arange(self.num_blocks[members].max())
+            place = np.where(place < self.num_blocks[members][:, None], place, 0)
+            tokens = np.arange(place.shape[1] * self.tokens_per_block)
+            mask = np.where(tokens < self.contexts[members][:, None], np.float32(0), np.float32(-np.inf))
+            rows = self.firsts[members]
+            yield DecodeRows(
+                rows=slice(int(rows[0]), int(rows[-1]) + 1) if rows[-1] - rows[0] + 1 == size else _tensor(rows),
+                blocks=_tensor(self.plan.tables[self.offsets[members][:, None] + place].reshape(-1)),
+                mask=torch.from_numpy(mask).view(size, 1, 1, -1),
+            )
+
+    def prefills(self) -> Iterator[PrefillRows]:
+        """The sequences with several tokens."""
+        for sequence in np.flatnonzero(self.plan.lengths > 1).tolist():
+            row, offset = int(self.firsts[sequence]), int(self.offsets[sequence])
+            start, length = int(self.plan.starts[sequence]), int(self.plan.lengths[sequence])
+            yield PrefillRows(
+                rows=slice(row, row + length),
+                context=start + length,
+                blocks=_tensor(self.plan.tables[offset : offset + int(self.num_blocks[sequence])]),
+                mask=_causal_mask(start, length) if start else None,
+            )
+
+
+def _causal_mask(start: int, length: int) -> Tensor:
+    """[length, start + length]: token ``start + i`` sees the tokens up to itself."""
+    return torch.full((length, start + length), -torch.inf).triu_(start + 1)
+
+
+def _tensor(indices: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(indices.astype(np.int64))

@@ -1,0 +1,128 @@
+"""From logits to token ids: greedy, temperature, top-k and top-p, with random numbers that belong to a position and not to a moment.
+
+The token of a sampled row depends on its logits, its parameters, its seed and its position in the sequence, and on nothing else: not on the
+other rows, the step, or the number of draws before. Rows are therefore worked on one by one, each with operations over the vocabulary, and
+share none; that is also faster than one pass over the whole batch, because a row of 49152 floats stays in the cache from one operation to
+the next. Greedy rows cost one argmax.
+
+Order of the filters, as in TensorRT-LLM's sampler: logits / temperature, then top-k, then top-p of what top-k has left (renormalised), then
+a draw from what is left (renormalised again). top-k >= vocabulary and top-p >= 1 filter nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engine.base import Float32
+from headrace.params import SamplingParams
+
+#: the token of a row that has no finite maximum
+NO_TOKEN = -1
+
+#: limits of 1 / temperature: beyond them 0 * inf would turn up in float32; at either end the distribution has long stopped changing
+_MIN_SCALE, _MAX_SCALE = 1e-30, 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How the rows of one request are sampled, worked out once. ``top_k`` 0 and ``top_p`` 1: no filter."""
+
+    greedy: bool
+    scale: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int, vocab_size: int) -> RowSampling:
+        """``seed``: any integer; its low 64 bits count."""
+        temperature = 1.0 if params.temperature is None else params.temperature
+        top_k = params.top_k or 0
+        return cls(
+            greedy=params.greedy,
+            scale=min(max(1.0 / temperature, _MIN_SCALE), _MAX_SCALE) if temperature > 0 else _MAX_SCALE,
+            top_k=0 if top_k >= vocab_size else top_k,
+            top_p=1.0 if params.top_p is None else params.top_p,
+            seed=seed & 0xFFFF_FFFF_FFFF_FFFF,
+        )
+
+
+def sample(logits: Float32, rows: Sequence[RowSampling], positions: Sequence[int]) -> list[int]:
+    """One token id for each row of ``logits`` [R, V].
+
+    ``positions``: index in its sequence of the token to be drawn, for each row. A row whose greatest logit is NaN or infinite gives
+    ``NO_TOKEN``; -inf beside finite logits forbids a token.
+    """
+    if not len(rows):
+        return []
+    tokens: npt.NDArray[np.int64] = logits.argmax(axis=1)  # NaN counts as the greatest, so one look at the maximum finds it
+    maxima = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    tokens[~np.isfinite(maxima)] = NO_TOKEN
+    drawn = [index for index, row in enumerate(rows) if not row.greedy and tokens[index] != NO_TOKEN]
+    if drawn:
+        seeds = np.array([rows[index].seed for index in drawn], dtype=np.uint64)
+        numbers = uniform(seeds, np.array([positions[index] for index in drawn], dtype=np.uint64))
+        for index, number in zip(drawn, numbers.tolist(), strict=True):
+            tokens[index] = _draw(logits[index], maxima[index], rows[index], number)
+    result: list[int] = tokens.tolist()
+    return result
+
+
+def _draw(logits: Float32, maximum: np.float32, row: RowSampling, number: float) -> int:
+    """Inverse CDF at ``number`` in [0, 1): over ids in descending order of their logits where a filter sorts them, else in order of id."""
+    ids: npt.NDArray[np.int64] | None = None
+    if row.top_k:
+        kth = np.partition(logits, len(logits) - row.top_k)[len(logits) - row.top_k]
+        ids = np.flatnonzero(logits >= kth)  # more than k where logits tie at the border: the lowest ids stay
+        ids = ids[np.argsort(-logits[ids], kind="stable")][: row.top_k]
+        logits = logits[ids]
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp((logits - maximum) * np.float32(row.scale))
+    if row.top_p < 1.0:
+        mass = float(weights.sum(dtype=np.float64))
+        if ids is None:
+            # All tokens lighter than (1 - p) * mass / V weigh less than 1 - p together, so the nucleus needs none of them: what is
+            # left to sort is small unless the distribution is flat.
+            ids = np.flatnonzero(weights >= (1.0 - row.top_p) * mass / len(weights))
+            ids = ids[np.argsort(-logits[ids], kind="stable")]
+            weights = weights[ids]
+        size = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), row.top_p * mass)) + 1
+        ids, weights = ids[:size], weights[:size]
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    # The first entry above the target has a weight above 0; rounding must not lift the target to the total, above which there is none.
+    target = min(number * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
+    chosen = int(np.searchsorted(cumulative, target, side="right"))
+    return chosen if ids is None else int(ids[chosen])
+
+
+def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position) pair, [n]: 53 bits of Philox4x32-10 with key = seed and counter = (position, 0)."""
+    zeros = np.zeros_like(positions)
+    first, second, _, _ = philox4x32((*_halves(positions), zeros, zeros), _halves(seeds))
+    # The 27 and 26 upper bits of two words over 2**53, as in the genrand_res53 of Matsumoto and Nishimura.
+    numbers: npt.NDArray[np.float64] = ((first >> np.uint64(5)) * 2.0**26 + (second >> np.uint64(6))) / 2.0**53
+    return numbers
+
+
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32-10 of Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), elementwise.
+
+    Words are uint64 arrays that hold 32 bits each.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    low, shift = np.uint64(0xFFFF_FFFF), np.uint64(32)
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD251_1F53) * c0, np.uint64(0xCD9E_8D57) * c2
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + np.uint64(0x9E37_79B9)) & low, (k1 + np.uint64(0xBB67_AE85)) & low
+    return c0, c1, c2, c3
+
+
+def _halves(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    return words & np.uint64(0xFFFF_FFFF), words >> np.uint64(32)
