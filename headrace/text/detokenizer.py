@@ -12,7 +12,6 @@ import re
 from abc import ABC, abstractmethod
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +48,8 @@ class ByteLevelDetokenizer(Detokenizer):
         self._pending = b""
 
     def feed(self, ids: Iterable[int]) -> str:
-        data = self._pending + b"".join(map(self._bytes_of, ids, repeat(b"")))
+        bytes_of = self._bytes_of
+        data = self._pending + b"".join([bytes_of(id, b"") for id in ids])
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return text
