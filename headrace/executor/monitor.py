@@ -7,6 +7,7 @@ The monitor therefore holds the first death back until mpiexec has ended too, fo
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -97,13 +98,16 @@ class WorldMonitor:
         else:
             how = "died"
         who = f"rank {first.rank} (pid {first.pid})" if first else f"its root process (pid {self.world.pid})"
+        tail = self.world.output_tail()
+        # A rank that said hello reports its faults itself. Before that, what it wrote is all there is.
+        said = "" if first else _last_error(tail)
         return kind(
-            f"the worker world died{' while it started' if starting else ''}: {who} {how}",
+            f"the worker world died{' while it started' if starting else ''}: {who} {how}{said}",
             rank=first.rank if first else None,
             pid=first.pid if first else self.world.pid,
             signal=cause.signal,
             exit_code=cause.exit_code,
-            remote_cause=self.world.output_tail(),
+            remote_cause=tail,
         )
 
     def kill(self, hard: bool) -> None:
@@ -136,6 +140,13 @@ def _send(pidfd: int, number: signal.Signals) -> None:
     except ProcessLookupError:
         # It has just died; its descriptor will say so.
         return
+
+
+def _last_error(output: str) -> str:
+    """The last line that looks like a Python exception, else the last with words in it, to append to a message."""
+    lines = [line.strip() for line in output.splitlines() if re.search(r"\w", line)]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b: ", line)]
+    return f"; it wrote: {(errors or lines)[-1]}" if lines else ""
 
 
 def _signal_name(number: int) -> str:

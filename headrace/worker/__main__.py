@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
 import sys
 import traceback
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
+from headrace import __version__
 from headrace.engine.base import Engine, Runner
 from headrace.errors import HeadraceError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
@@ -98,7 +102,8 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     plans.wait_loaded()
     leader = Leader(engine, requests, results)
     ControlServer(bind_served(bootstrap.address("control"), key), leader, engine).start()
-    report.ready(Ready(facts=engine.facts))
+    versions = {"headrace": __version__, "python": platform.python_version(), "mpi": world.version}
+    report.ready(Ready(facts=msgspec.structs.replace(engine.facts, versions=engine.facts.versions | versions)))
     leader.run()
     plans.end()
     results.close(linger=2.0)

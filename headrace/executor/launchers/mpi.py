@@ -41,16 +41,21 @@ OPENMPI_ENVIRONMENT = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm",
 }
+#: what is called otherwise before version 5
+OPENMPI_4_ENVIRONMENT = OPENMPI_ENVIRONMENT | {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_btl": "self,vader"}
+
+#: soname of the library, which mpi4py's wheels look for; Debian's MPICH calls it otherwise and needs an mpi4py that was built with it
+SONAMES: dict[Flavour, str] = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12"}
 
 
 class Mpi(NamedTuple):
-    """An MPI that was found. ``origin``: where, in words. ``libraries``: where mpi4py looks for the library, None for its own search."""
+    """An MPI that was found. ``origin``: where, in words. ``library``: what mpi4py loads, None for its own search."""
 
     mpiexec: str
     flavour: Flavour
     version: str
     origin: str
-    libraries: str | None = None
+    library: str | None = None
 
 
 @functools.lru_cache(maxsize=8)
@@ -105,15 +110,17 @@ def _from_path(mpiexec: str, origin: str) -> Mpi:
         raise StartupError(f"{mpiexec} --version failed: {error}") from error
     flavour: Flavour
     if re.search(r"Open ?MPI|OpenRTE|prte", text, re.IGNORECASE):
-        flavour, soname = "openmpi", "libmpi.so.40"
+        flavour = "openmpi"
     elif re.search(r"HYDRA|MPICH", text, re.IGNORECASE):
-        flavour, soname = "mpich", "libmpi.so.12"
+        flavour = "mpich"
     else:
         raise StartupError(f"{mpiexec} is neither Open MPI nor MPICH; its --version says: {text.strip()[:200]!r}")
     number = re.search(r"\d+\.\d+(\.\d+)?", text)
-    # Debian puts both libraries beside each other under their sonames; an MPI in a folder of its own has it in lib.
-    library = Path(mpiexec).resolve().parent.parent / "lib" / soname
-    return Mpi(mpiexec, flavour, number.group() if number else "unknown", origin, str(library) if library.exists() else soname)
+    # An MPI in a folder of its own has the library in lib; one of the system's is found by its soname.
+    beside = Path(mpiexec).resolve().parent.parent / "lib"
+    library = beside / SONAMES[flavour]
+    found = str(library) if library.exists() else SONAMES[flavour]
+    return Mpi(mpiexec, flavour, number.group() if number else "unknown", origin, found)
 
 
 class MpiLauncher:
@@ -149,10 +156,12 @@ class MpiLauncher:
         env = {name: value for name, value in os.environ.items() if not (nested and name.startswith(OUTER_JOB))}
         if self._mpi.flavour == "openmpi":
             # What the user set in this shell on purpose stays.
-            env = OPENMPI_ENVIRONMENT | {"OMPI_MCA_btl_sm_backing_directory": str(folder)} | env
-        if self._mpi.libraries is not None:
-            env.setdefault("MPI4PY_LIBMPI", self._mpi.libraries)
-            env.setdefault("MPI4PY_MPIABI", self._mpi.flavour)
+            before_5 = self._mpi.version.split(".")[0] in ("3", "4")
+            own = OPENMPI_4_ENVIRONMENT if before_5 else OPENMPI_ENVIRONMENT
+            transport = "vader" if before_5 else "sm"
+            env = own | {f"OMPI_MCA_btl_{transport}_backing_directory": str(folder)} | env
+        if self._mpi.library is not None:
+            env.setdefault("MPI4PY_LIBMPI", self._mpi.library)
         env["TMPDIR"] = str(folder)
         # Workers import the same headrace as we do, also from a checkout that is on our path but not installed; and, from Python 3.11 on,
         # nothing that happens to lie in the current folder.
