@@ -12,9 +12,12 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 LOCK_NAME = "owner.lock"
+#: seconds after which a folder without a lock cannot be one that is just being made
+LOCKLESS_AGE = 60.0
 
 
 class Session:
@@ -49,7 +52,8 @@ def sweep(base: Path) -> None:
         try:
             lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            # Not one of ours, or its owner is just making it.
+            # Its owner is just making it; or it is what is left of one that a removal could not finish.
+            _remove_if_old(folder)
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,6 +62,15 @@ def sweep(base: Path) -> None:
             continue
         finally:
             os.close(lock)
+
+
+def _remove_if_old(folder: Path) -> None:
+    try:
+        age = time.time() - folder.stat().st_mtime
+    except FileNotFoundError:
+        return
+    if age > LOCKLESS_AGE:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prefix() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,11 +28,17 @@ class MpiWorld:
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
+        # MPICH puts its shared memory into /dev/shm and leaves it there when ranks are killed. Once all ranks have mapped it (the barrier;
+        # they have only just met in MPI_Init, so it is short) its name is not needed any more. Open MPI is told to use our folder.
+        self._comm.Barrier()
+        for path in _mapped("/dev/shm/mpich_shm_"):
+            path.unlink(missing_ok=True)
 
     @property
     def version(self) -> str:
-        """Name and version of the MPI library, in one line."""
-        return str(self._mpi.Get_library_version()).split(",")[0].splitlines()[0].strip()
+        """Name and version of the MPI library."""
+        name, numbers = self._mpi.get_vendor()
+        return f"{name} {'.'.join(map(str, numbers))}"
 
     def all_reduce(self, array: Float32) -> None:
         """Sum over ranks, in place."""
@@ -59,3 +66,9 @@ class MpiWorld:
         comm: Any = self._comm
         comm.Abort(code)
         os._exit(code)
+
+
+def _mapped(prefix: str) -> set[Path]:
+    """Files that this process has mapped and whose path begins with ``prefix``."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {Path(fields[5]) for line in lines if len(fields := line.split(maxsplit=5)) == 6 and fields[5].startswith(prefix)}

@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
 
@@ -65,7 +66,12 @@ def _wait(timeout: "float | None", *fds: int) -> list[int]:
 
 
 def _orphaned(folder: str) -> int:
-    shutil.rmtree(folder, ignore_errors=True)
+    # Ranks that die a moment after mpiexec may still have added a file, and a folder that is not empty stays.
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            break
+        time.sleep(0.05)
     return EXIT_ORPHANED
 
 
