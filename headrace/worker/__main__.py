@@ -11,13 +11,13 @@ import platform
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
 from headrace import __version__
-from headrace.engine.base import Engine, Runner
+from headrace.engine.base import Broadcast, Engine, Runner
 from headrace.errors import HeadraceError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
@@ -68,16 +68,18 @@ class Reporter:
         self._channel.notify(Failed(self._rank, os.getpid(), text, trace), timeout=NOTIFY_TIMEOUT, attempts=1)
 
 
-def build(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> Runner:
-    """This rank's share of the model."""
+def load(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> tuple[Runner, Callable[[Broadcast], Engine]]:
+    """This rank's share of the model, and how rank 0 makes the engine that drives all shares."""
     config = bootstrap.config
     if config.runner == "echo":
-        from headrace.engine.echo import EchoRunner
+        from headrace.engine.echo import EchoEngine, EchoRunner
 
-        return EchoRunner(config.echo, world.rank, report.progress)
-    from headrace.engine.model_engine import load_runner
+        echo = EchoRunner(config.echo, world.rank, report.progress)
+        return echo, lambda broadcast: EchoEngine(config, echo, broadcast)
+    from headrace.engine.model_engine import load_runner, make_engine
 
-    return load_runner(config, world, report.progress)
+    runner = load_runner(config, world, report.progress)
+    return runner, lambda broadcast: make_engine(config, runner, broadcast)
 
 
 def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
@@ -86,19 +88,11 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     from headrace.worker.control import ControlServer
     from headrace.worker.loop import Leader, PlanSender
 
-    key, config = bootstrap.key, bootstrap.config
+    key = bootstrap.key
     plans = PlanSender([bind_pair(bootstrap.address("plan", rank), key) for rank in range(1, world.size)])
     requests, results = connect_pair(bootstrap.address("request"), key), connect_pair(bootstrap.address("result"), key)
-    runner = build(bootstrap, world, report)
-    engine: Engine
-    if config.runner == "echo":
-        from headrace.engine.echo import EchoEngine, EchoRunner
-
-        engine = EchoEngine(config, cast(EchoRunner, runner), plans)
-    else:
-        from headrace.engine.model_engine import make_engine
-
-        engine = make_engine(config, runner, plans)
+    _, make_engine = load(bootstrap, world, report)
+    engine = make_engine(plans)
     plans.wait_loaded()
     leader = Leader(engine, requests, results)
     ControlServer(bind_served(bootstrap.address("control"), key), leader, engine).start()
@@ -117,7 +111,7 @@ def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     from headrace.worker.loop import Follower
 
     plans = connect_pair(bootstrap.address("plan", world.rank), bootstrap.key)
-    runner = build(bootstrap, world, report)
+    runner, _ = load(bootstrap, world, report)
     Follower(runner, plans).run()
     runner.close()
 

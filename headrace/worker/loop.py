@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,8 @@ from headrace.errors import ChannelFullError
 from headrace.ipc.channel import Channel
 from headrace.ipc.messages import AnyMessage, Buffer, Cancel, Deltas, Loaded, Plan, PlanEnd, Shutdown, ShutdownDone, Submit
 from headrace.outputs import FinishReason
+
+log = logging.getLogger("headrace.worker")
 
 #: seconds until a full result channel is tried again while there is nothing else to do
 RETRY_FULL = 0.005
@@ -93,14 +96,22 @@ class Leader:
             end = start + head.num_prompt_tokens
             if not whole or head.num_prompt_tokens < 1 or not 0 <= head.params < len(message.params):
                 self.bad_messages += 1
-                refused = StepOutputs()
-                refused.add(head.request_id, (), FinishReason.ERROR, error="the request was damaged on its way to the engine")
-                self._reply(refused)
+                self._refuse(head.request_id, "the request was damaged on its way to the engine")
                 continue
             # A copy: the message's memory is given back, and a slice would keep a whole burst alive for its last request.
-            prompt = flat[start:end].copy()
-            self._engine.submit(EngineRequest(head.request_id, prompt, message.params[head.params], head.max_tokens, head.seed))
+            request = EngineRequest(head.request_id, flat[start:end].copy(), message.params[head.params], head.max_tokens, head.seed)
             start = end
+            try:
+                self._engine.submit(request)
+            except Exception as error:
+                # Whatever it is, it concerns this request: a fault of the world itself shows in a step.
+                log.exception("request %d could not be submitted to the engine", head.request_id)
+                self._refuse(head.request_id, f"the engine could not take the request: {type(error).__name__}: {error}")
+
+    def _refuse(self, request_id: int, error: str) -> None:
+        refused = StepOutputs()
+        refused.add(request_id, (), FinishReason.ERROR, error=error)
+        self._reply(refused)
 
     def _reply(self, outputs: StepOutputs) -> None:
         """Send one frame for the step; if the channel is full, keep it, merged with what was kept before. Never blocks."""
