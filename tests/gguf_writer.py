@@ -191,7 +191,7 @@ def llama_tensors(weights: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return tensors
 
 
-def byte_tokenizer(pre: str = "gpt-2", words: tuple[str, ...] = ("the", " the", "日本", "é")) -> dict[str, Any]:
+def byte_tokenizer(pre: str = "gpt-2", words: tuple[str, ...] = ("the", " a", "日本", "é")) -> dict[str, Any]:
     """Metadata of a byte-level tokenizer: three control tokens, 256 bytes, and what it takes to merge each of ``words``."""
     alphabet = {byte: char for char, byte in byte_alphabet().items()}
     tokens = ["<|end|>", "<|start|>", "<|pad|>", *(alphabet[byte] for byte in range(256))]
