@@ -227,10 +227,11 @@ class Dispatcher:
         with self.lock:
             for request_id, count, ending in zip(ids, counts, finish, strict=True):
                 end = start + count
-                mailbox = ledger.delta(request_id, ending)
-                if mailbox is not None:
-                    found = mailbox.deliver(tokens[start:end], ending, stop_reasons.get(request_id), errors.get(request_id))
-                    if found and ending is None and ledger.stop_found(request_id):
+                delivery = ledger.delta(request_id, ending)
+                if delivery is not None:
+                    mailbox, finish_reason = delivery
+                    ended = mailbox.deliver(tokens[start:end], finish_reason, stop_reasons.get(request_id), errors.get(request_id))
+                    if ended and ending is None and ledger.stop_found(request_id):
                         stopped.append(request_id)
                     mailbox.take_waiters(waiters)
                 start = end

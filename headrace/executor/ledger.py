@@ -6,7 +6,9 @@ until its terminal record from the world, or until the world dies. An illegal ev
     event          LIVE                        CANCELLING               STOPPING                  (absent)
     register       illegal                     illegal                  illegal                   -> LIVE
     delta          deliver                     deliver                  drop                      count late or unknown
-    delta + finish deliver, end as finish      deliver, end as finish   drop, end as FINISHED     count late or unknown
+    delta + finish deliver, end as finish      deliver, end as ABORTED  drop, end as FINISHED     count late or unknown
+                                               (as finish if it failed
+                                               or timed out)
     cancel         -> CANCELLING, send cancel  nothing                  nothing                   nothing
     stop found     -> STOPPING, send cancel    -> STOPPING              illegal                   illegal
     send failed    end as FAILED               end as FAILED            illegal                   nothing
@@ -103,8 +105,12 @@ class Ledger(Generic[H]):
         self._highest_id = last
         self.admitted += len(requests)
 
-    def delta(self, request_id: int, finish: FinishReason | None) -> H | None:
-        """A delta arrived: the handle to deliver it to, or None when it is to be dropped. With ``finish`` the request leaves."""
+    def delta(self, request_id: int, finish: FinishReason | None) -> tuple[H, FinishReason | None] | None:
+        """A delta arrived: the handle to deliver it to and with which ending, or None when it is to be dropped.
+
+        With ``finish`` the request leaves. A cancel that crosses the last step on its way still ends the request as aborted: who has
+        asked for the end must not be told that there was another.
+        """
         entry = self._live.get(request_id)
         if entry is None:
             if request_id > self._highest_id:
@@ -114,9 +120,11 @@ class Ledger(Generic[H]):
             return None
         stopping = entry.phase is Phase.STOPPING
         if finish is not None:
+            if entry.phase is Phase.CANCELLING and OUTCOME_OF_FINISH[finish] is Outcome.FINISHED:
+                finish = FinishReason.ABORT
             del self._live[request_id]
             self.outcomes[Outcome.FINISHED if stopping else OUTCOME_OF_FINISH[finish]] += 1
-        return None if stopping else entry.handle
+        return None if stopping else (entry.handle, finish)
 
     def cancel(self, request_id: int) -> bool:
         """Whether a cancel must be sent; asking again, or for a request that has ended, is nothing."""

@@ -1,0 +1,255 @@
+"""The ledger (invariant 1; A14, A15, A17, A18): its table, event by event, and any sequence of events against a model of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from headrace.executor.ledger import OUTCOME_OF_FINISH, IllegalEvent, Ledger, Outcome, Phase
+from headrace.outputs import FinishReason
+
+ID = 5
+
+
+def ledger_in(phase: Phase | None) -> Ledger[str]:
+    """A ledger whose request ID stands in this phase; None: it has ended."""
+    ledger: Ledger[str] = Ledger()
+    ledger.register([(ID, "handle")])
+    if phase is None:
+        assert ledger.delta(ID, FinishReason.LENGTH) is not None
+    elif phase is Phase.CANCELLING:
+        assert ledger.cancel(ID)
+    elif phase is Phase.STOPPING:
+        assert ledger.stop_found(ID)
+    return ledger
+
+
+def phase_of(ledger: Ledger[str]) -> Phase | None:
+    entry = ledger._live.get(ID)
+    return None if entry is None else entry.phase
+
+
+def snapshot(ledger: Ledger[str]) -> tuple[object, ...]:
+    return (ledger.counters(), {key: (entry.phase, entry.handle) for key, entry in ledger._live.items()}, ledger._highest_id)
+
+
+ALL = [*Phase, None]
+
+
+@pytest.mark.parametrize("phase", ALL)
+def test_register_twice_is_illegal_and_changes_nothing(phase):
+    ledger = ledger_in(phase)
+    before = snapshot(ledger)
+    with pytest.raises(IllegalEvent, match=str(ID)):
+        ledger.register([(ID + 1, "new"), (ID, "again")])
+    assert snapshot(ledger) == before
+
+
+def test_register_takes_all_or_none():
+    ledger: Ledger[str] = Ledger()
+    ledger.register([(0, "a"), (3, "b")])
+    with pytest.raises(IllegalEvent):
+        ledger.register([(4, "c"), (4, "d")])
+    assert len(ledger) == 2 and 4 not in ledger and ledger.balanced()
+    ledger.register([])
+    ledger.register([(4, "c")])
+    assert ledger.counters()["admitted"] == 3
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_delta_is_delivered_unless_the_reader_has_its_ending(phase):
+    ledger = ledger_in(phase)
+    assert ledger.delta(ID, None) == (None if phase is Phase.STOPPING else ("handle", None))
+    assert phase_of(ledger) is phase and ledger.balanced()
+
+
+@pytest.mark.parametrize(("phase", "finish"), list(itertools.product(Phase, FinishReason)))
+def test_a_finish_ends_a_request_once_and_a_second_one_is_late(phase, finish):
+    """A15, A18: a request that was cancelled is reported as aborted, whatever its last step brought, unless it failed."""
+    ledger = ledger_in(phase)
+    natural = finish in (FinishReason.STOP, FinishReason.LENGTH)
+    ending = FinishReason.ABORT if phase is Phase.CANCELLING and natural else finish
+    outcome = Outcome.FINISHED if phase is Phase.STOPPING else OUTCOME_OF_FINISH[ending]
+    assert ledger.delta(ID, finish) == (None if phase is Phase.STOPPING else ("handle", ending))
+    assert ledger.outcomes == {outcome: 1}
+    assert len(ledger) == 0 and ledger.balanced()
+    assert ledger.delta(ID, finish) is None
+    assert ledger.late_deltas == 1 and ledger.outcomes == {outcome: 1} and ledger.balanced()
+
+
+@pytest.mark.parametrize("finish", [None, *FinishReason])
+def test_unknown_and_late_deltas_are_told_apart(finish):
+    """A15."""
+    ledger = ledger_in(None)
+    assert ledger.delta(ID + 1, finish) is None
+    assert (ledger.unknown_deltas, ledger.late_deltas) == (1, 0)
+    assert ledger.delta(ID - 1, finish) is None  # an id that was skipped: not above the highest, so it counts as late
+    assert (ledger.unknown_deltas, ledger.late_deltas) == (1, 1)
+
+
+@pytest.mark.parametrize("phase", ALL)
+def test_only_the_first_cancel_is_sent(phase):
+    """A17."""
+    ledger = ledger_in(phase)
+    assert ledger.cancel(ID) is (phase is Phase.LIVE)
+    assert ledger.cancel(ID) is False
+    assert ledger.cancel(ID + 100) is False
+    assert phase_of(ledger) is (Phase.CANCELLING if phase is Phase.LIVE else phase)
+
+
+@pytest.mark.parametrize("phase", ALL)
+def test_stop_found_sends_a_cancel_unless_one_was_sent(phase):
+    ledger = ledger_in(phase)
+    before = snapshot(ledger)
+    if phase in (Phase.STOPPING, None):
+        with pytest.raises(IllegalEvent):
+            ledger.stop_found(ID)
+        assert snapshot(ledger) == before
+    else:
+        assert ledger.stop_found(ID) is (phase is Phase.LIVE)
+        assert phase_of(ledger) is Phase.STOPPING
+    assert ledger.balanced()
+
+
+@pytest.mark.parametrize("phase", ALL)
+def test_send_failed(phase):
+    """A13."""
+    ledger = ledger_in(phase)
+    before = snapshot(ledger)
+    if phase is Phase.STOPPING:
+        with pytest.raises(IllegalEvent):
+            ledger.send_failed(ID)
+        assert snapshot(ledger) == before
+    elif phase is None:
+        assert ledger.send_failed(ID) is None
+        assert snapshot(ledger) == before
+    else:
+        assert ledger.send_failed(ID) == "handle"
+        assert ledger.outcomes == {Outcome.FAILED: 1} and len(ledger) == 0
+    assert ledger.balanced()
+
+
+def test_death_ends_everything_once_and_leaves_the_ledger_empty():
+    """A14."""
+    ledger: Ledger[str] = Ledger()
+    ledger.register([(0, "live"), (1, "cancelling"), (2, "stopping"), (3, "ended")])
+    ledger.cancel(1)
+    ledger.stop_found(2)
+    ledger.delta(3, FinishReason.ERROR)
+    assert ledger.died() == ["live", "cancelling"]
+    assert ledger.outcomes == {Outcome.DEAD: 2, Outcome.FINISHED: 1, Outcome.FAILED: 1}
+    assert len(ledger) == 0 and ledger.balanced()
+    assert ledger.died() == []
+    assert ledger.balanced()
+
+
+class AnySequence(RuleBasedStateMachine):
+    """Any events in any order: the balance holds after each, an illegal one changes nothing, and no handle gets two endings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger: Ledger[int] = Ledger()
+        self.next_id = 0
+        self.phase: dict[int, Phase] = {}
+        self.endings: dict[int, int] = {}
+        self.dropped = 0
+
+    ids = st.integers(-1, 12)
+
+    def end(self, request_id: int) -> None:
+        del self.phase[request_id]
+        self.endings[request_id] = self.endings.get(request_id, 0) + 1
+
+    @rule(count=st.integers(0, 3), skip=st.integers(0, 2))
+    def register(self, count: int, skip: int) -> None:
+        first = self.next_id + skip
+        new = list(range(first, first + count))
+        self.ledger.register([(request_id, request_id) for request_id in new])
+        self.phase.update(dict.fromkeys(new, Phase.LIVE))
+        if new:
+            self.next_id = new[-1] + 1
+
+    @rule(ids=st.lists(ids, min_size=1, max_size=3))
+    def register_any(self, ids: list[int]) -> None:
+        rising = all(a < b for a, b in itertools.pairwise([self.next_id - 1, *ids]))
+        if rising:
+            self.ledger.register([(request_id, request_id) for request_id in ids])
+            self.phase.update(dict.fromkeys(ids, Phase.LIVE))
+            self.next_id = ids[-1] + 1
+        else:
+            before = snapshot(self.ledger)
+            with pytest.raises(IllegalEvent):
+                self.ledger.register([(request_id, request_id) for request_id in ids])
+            assert snapshot(self.ledger) == before
+
+    @rule(request_id=ids, finish=st.sampled_from([None, *FinishReason]))
+    def delta(self, request_id: int, finish: FinishReason | None) -> None:
+        got = self.ledger.delta(request_id, finish)
+        phase = self.phase.get(request_id)
+        if phase is None:
+            assert got is None
+            self.dropped += 1
+            return
+        assert (got is None) is (phase is Phase.STOPPING)
+        if got is not None:
+            handle, ending = got
+            assert handle == request_id and (ending is None) is (finish is None)
+        if finish is not None:
+            self.end(request_id)
+
+    @rule(request_id=ids)
+    def cancel(self, request_id: int) -> None:
+        live = self.phase.get(request_id) is Phase.LIVE
+        assert self.ledger.cancel(request_id) is live
+        if live:
+            self.phase[request_id] = Phase.CANCELLING
+
+    @rule(request_id=ids)
+    def stop_found(self, request_id: int) -> None:
+        phase = self.phase.get(request_id)
+        if phase in (None, Phase.STOPPING):
+            before = snapshot(self.ledger)
+            with pytest.raises(IllegalEvent):
+                self.ledger.stop_found(request_id)
+            assert snapshot(self.ledger) == before
+        else:
+            assert self.ledger.stop_found(request_id) is (phase is Phase.LIVE)
+            self.phase[request_id] = Phase.STOPPING
+
+    @rule(request_id=ids)
+    def send_failed(self, request_id: int) -> None:
+        phase = self.phase.get(request_id)
+        if phase is Phase.STOPPING:
+            before = snapshot(self.ledger)
+            with pytest.raises(IllegalEvent):
+                self.ledger.send_failed(request_id)
+            assert snapshot(self.ledger) == before
+        else:
+            assert self.ledger.send_failed(request_id) == (None if phase is None else request_id)
+            if phase is not None:
+                self.end(request_id)
+
+    @rule()
+    def died(self) -> None:
+        expected = [request_id for request_id, phase in self.phase.items() if phase is not Phase.STOPPING]
+        assert self.ledger.died() == expected
+        for request_id in list(self.phase):
+            self.end(request_id)
+
+    @invariant()
+    def balance(self) -> None:
+        counters = self.ledger.counters()
+        assert self.ledger.balanced()
+        assert counters["admitted"] == counters["live"] + sum(counters[outcome.value] for outcome in Outcome)
+        assert counters["live"] == len(self.ledger) == len(self.phase)
+        assert all(request_id in self.ledger for request_id in self.phase)
+        assert set(self.endings.values()) <= {1}
+        assert counters["late_deltas"] + counters["unknown_deltas"] == self.dropped
+
+
+TestAnySequence = AnySequence.TestCase
+TestAnySequence.settings = settings(database=None, max_examples=60, stateful_step_count=30, deadline=None)
