@@ -8,6 +8,7 @@ mailboxes, so a handle that the user dropped is collected, and its request with 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -16,6 +17,8 @@ from typing import Any
 from headrace.errors import HeadraceError, RequestError
 from headrace.executor.request import GenerationRequest, TextStage
 from headrace.outputs import CompletionOutput, FinishReason, RequestOutput
+
+log = logging.getLogger("headrace.executor")
 
 
 class Waiter:
@@ -82,25 +85,39 @@ class Mailbox:
         return self.finish is not None or self.error is not None
 
     def deliver(self, tokens: list[int], finish: FinishReason | None, stop_reason: int | None, error: str | None) -> bool:
-        """Take one delta. True: a stop string was found in it, and the request has ended here."""
+        """Take one delta. True: the request has ended here, by a stop string that was found or a text stage that failed."""
         if self.stage is None:
             self.unread_tokens += tokens
         else:
-            self.token_ids += tokens
-            count, text, stop = self.stage.feed(tokens)
-            self._release(count, text)
-            if stop is not None:
-                self.token_ids.clear()
-                self.finish, self.stop_reason = FinishReason.STOP, stop
+            try:
+                if self._make_text(self.stage, tokens, finish):
+                    return True
+            except Exception as fault:
+                # One frame carries many requests, and their readers are woken after it: the fault of one stage ends its request only.
+                log.exception("making text failed")
+                self.fail(RequestError(f"the text of this request could not be made: {type(fault).__name__}: {fault}"))
                 return True
         if finish is FinishReason.ERROR:
             self.fail(RequestError(error or "the engine failed this request"))
         elif finish is not None:
-            if self.stage is not None:
-                count, text, _ = self.stage.flush()
-                self._release(count, text)
-            self.finish, self.stop_reason = finish, stop_reason
+            self.finish, self.stop_reason = finish, stop_reason if finish is FinishReason.STOP else None
         return False
+
+    def _make_text(self, stage: TextStage, tokens: list[int], finish: FinishReason | None) -> bool:
+        """Whether a stop string was found."""
+        self.token_ids += tokens
+        count, text, stop = stage.feed(tokens)
+        self._release(count, text)
+        if stop is None and finish is not None and finish is not FinishReason.ERROR:
+            count, text, stop = stage.flush()
+            self._release(count, text)
+            if finish is FinishReason.ABORT or finish is FinishReason.TIMEOUT:
+                return False
+        if stop is None:
+            return False
+        self.token_ids.clear()
+        self.finish, self.stop_reason = FinishReason.STOP, stop
+        return True
 
     def _release(self, count: int, text: str) -> None:
         if count:
@@ -283,16 +300,19 @@ class GenerationResult:
         self._text += "".join(texts)
         return ended
 
-    def _snapshot(self) -> RequestOutput:
-        """All so far, with what is new since the last one that was given out. Holds ``_reading``."""
-        finish = self.mailbox.finish
+    def _snapshot(self, final: bool) -> RequestOutput:
+        """All so far, with what is new since the last one that was given out. Holds ``_reading``.
+
+        ``final``: the ending was there when the mailbox was emptied. Looking for it again now could find one whose tokens still lie there.
+        """
+        finish = self.mailbox.finish if final else None
         completion = CompletionOutput(
             text=self._text,
             token_ids=self._token_ids.copy(),
             text_diff=self._text[self._given_text :],
             token_ids_diff=self._token_ids[self._given_tokens :],
             finish_reason=None if finish is None else str(finish),
-            stop_reason=self.mailbox.stop_reason,
+            stop_reason=self.mailbox.stop_reason if final else None,
         )
         self._given_text, self._given_tokens = len(self._text), len(self._token_ids)
         return RequestOutput(
@@ -300,7 +320,7 @@ class GenerationResult:
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_token_ids),
             outputs=[completion],
-            finished=self.finished,
+            finished=final,
         )
 
     def _finish(self) -> RequestOutput:
@@ -311,7 +331,7 @@ class GenerationResult:
                 raise error.fresh()
             if self._final is None:
                 self._take()
-                self._final = self._snapshot()
+                self._final = self._snapshot(final=True)
             return self._final
 
     def _next_output(self) -> RequestOutput | None:
@@ -324,10 +344,10 @@ class GenerationResult:
                 ended = self._take()
                 new = len(self._token_ids) > self._given_tokens or len(self._text) > self._given_text
                 if not ended or (box.error is not None and new):
-                    return self._snapshot() if new else None
+                    return self._snapshot(final=False) if new else None
             if box.error is not None:
                 raise box.error.fresh()
             if self._final is None:
-                self._final = self._snapshot()
+                self._final = self._snapshot(final=True)
             self._final_given = True
             return self._final
