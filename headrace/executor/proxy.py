@@ -43,7 +43,7 @@ class GenerationExecutorProxy:
         self._world = Dispatcher(config, launcher, start_timeout, on_progress)
         # Ids rise in the order of registration; both happen under the world's lock.
         self._next_id = 0
-        # One call at a time; the channel is opened by the first.
+        # Guards the channel, which is there from READY to close: one call at a time.
         self._control_lock = threading.Lock()
         self._control: Channel | None = None
 
@@ -61,7 +61,9 @@ class GenerationExecutorProxy:
         atexit.register(self.close)
         try:
             self._world.start_over.wait()
-            return self.facts
+            facts = self.facts
+            self._open_control()
+            return facts
         except BaseException:
             self.close()
             raise
@@ -151,15 +153,18 @@ class GenerationExecutorProxy:
         error = self._world.lifecycle.error
         return error.fresh() if error is not None else ClosedError(f"the executor is {self.state.name.lower()}")
 
-    def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
+    def _open_control(self) -> None:
         from headrace.ipc.zmq_channel import connect_served
 
+        bootstrap = self._world.bootstrap
+        assert bootstrap is not None, "a world that is ready has one"
         with self._control_lock:
-            bootstrap = self._world.bootstrap
-            if self.state is not WorldState.READY or bootstrap is None:
+            self._control = connect_served(bootstrap.address("control"), bootstrap.key)
+
+    def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
+        with self._control_lock:
+            if self.state is not WorldState.READY or self._control is None:
                 raise self._refusal()
-            if self._control is None:
-                self._control = connect_served(bootstrap.address("control"), bootstrap.key)
             reply = self._control.call(message, timeout)
         if isinstance(reply, ControlError):
             raise RequestError(f"{type(message).__name__} failed: {reply.error}")

@@ -1,0 +1,175 @@
+"""SmolLM2-135M through the whole path, user process to MPI world and back, against an independent reference (A40 in part, A42, A43, A46).
+
+The reference, tests/data/smollm2_greedy.json, was made in float32 by another implementation. Its two best logits are never closer than
+0.0116, so no choice is a matter of rounding and ids are compared exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, RequestError, SamplingParams
+from headrace.outputs import RequestOutput
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())
+RESULTS: list[dict[str, Any]] = REFERENCE["results"]
+NAMES = [result["prompt"][:20] for result in RESULTS]
+TO_THE_END = SamplingParams(max_tokens=64, ignore_eos=True)
+TO_EOS = SamplingParams(max_tokens=64)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=["tp1", "tp2", "tp3"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("smollm2-135m", tensor_parallel_size=request.param, kv_cache_tokens=8192) as llm:
+        yield llm
+
+
+def test_facts_describe_the_model(llm: LLM) -> None:
+    """A8"""
+    facts = llm.facts
+    assert (facts.vocab_size, facts.eos_token_ids, facts.dtype, facts.runner) == (49152, (2,), "float32", "torch")
+    assert facts.max_seq_len == 8192
+    assert facts.num_kv_blocks * facts.tokens_per_block == 8192
+    assert {"headrace", "python", "mpi", "torch"} <= facts.versions.keys()
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=NAMES)
+def test_greedy_alone_streamed(llm: LLM, result: dict[str, Any]) -> None:
+    """A42, A46: token by token, nothing lost, nothing doubled, no character split."""
+    pieces: list[RequestOutput] = list(llm.generate_async(result["prompt_text"], TO_THE_END, streaming=True))
+    whole = pieces[-1].outputs[0]
+    assert pieces[-1].prompt_token_ids == result["prompt_ids"]
+    assert whole.token_ids == result["output_ids_ignore_eos"]
+    assert [token for piece in pieces for token in piece.outputs[0].token_ids_diff] == whole.token_ids
+    assert "".join(piece.outputs[0].text_diff for piece in pieces) == whole.text
+    assert whole.text == llm.tokenizer.decode(whole.token_ids)
+    assert len(pieces) > len(whole.token_ids) // 2, "it streams"
+    for piece in pieces:
+        assert whole.text.startswith(piece.outputs[0].text)
+    assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_greedy_all_in_one_batch(llm: LLM) -> None:
+    """A46"""
+    outputs = llm.generate([result["prompt_ids"] for result in RESULTS], TO_THE_END, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [result["output_ids_ignore_eos"] for result in RESULTS]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+def test_greedy_with_end_of_sequence(llm: LLM) -> None:
+    """A40: the end of sequence is among the ids and gives no text."""
+    outputs = llm.generate([result["prompt_text"] for result in RESULTS], TO_EOS, use_tqdm=False)
+    for output, result in zip(outputs, RESULTS, strict=True):
+        answer = output.outputs[0]
+        assert answer.token_ids == result["output_ids_stop_at_eos"]
+        assert answer.text == result["text_stop_at_eos"]
+        assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 2 else "length")
+        assert answer.stop_reason is None
+
+
+def test_special_tokens_can_be_shown(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=64, ignore_eos=True, skip_special_tokens=False)
+    assert llm.generate(RESULTS[0]["prompt_text"], params).outputs[0].text == RESULTS[0]["text_ignore_eos_raw"]
+
+
+def test_chat_equals_its_rendered_prompt(llm: LLM) -> None:
+    chats = [result for result in RESULTS if result["chat"]]
+    outputs = llm.chat([[{"role": "user", "content": result["prompt"]}] for result in chats], TO_EOS, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [result["prompt_ids"] for result in chats]
+    assert [output.outputs[0].text for output in outputs] == [result["text_stop_at_eos"] for result in chats]
+    one = llm.chat([{"role": "user", "content": chats[0]["prompt"]}], TO_EOS)
+    assert one.outputs[0].text == chats[0]["text_stop_at_eos"]
+
+
+def test_stop_string_over_several_tokens(llm: LLM) -> None:
+    """A40: text and ids are cut at the same place, streaming or not, and the engine is told to stop."""
+    result = RESULTS[0]
+    full = result["text_stop_at_eos"]
+    stop = "France is"
+    params = SamplingParams(max_tokens=64, ignore_eos=True, stop=["never there", stop])
+    pieces = list(llm.generate_async(result["prompt_text"], params, streaming=True))
+    answer = pieces[-1].outputs[0]
+    assert answer.text == full[: full.index(stop)]
+    assert "".join(piece.outputs[0].text_diff for piece in pieces) == answer.text
+    assert [token for piece in pieces for token in piece.outputs[0].token_ids_diff] == answer.token_ids
+    assert llm.tokenizer.decode(answer.token_ids).startswith(answer.text)
+    assert answer.token_ids == result["output_ids_ignore_eos"][: len(answer.token_ids)]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    kept = llm.generate(result["prompt_text"], SamplingParams(max_tokens=64, stop=stop, include_stop_str_in_output=True))
+    assert kept.outputs[0].text == full[: full.index(stop) + len(stop)]
+
+
+def test_stop_token_id(llm: LLM) -> None:
+    """A40"""
+    result = RESULTS[0]
+    stop = result["output_ids_ignore_eos"][4]
+    answer = llm.generate(result["prompt_text"], SamplingParams(max_tokens=64, stop_token_ids=[stop])).outputs[0]
+    assert answer.token_ids == result["output_ids_ignore_eos"][:5]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+
+
+def test_seeded_text_does_not_depend_on_neighbours(llm: LLM) -> None:
+    """A43"""
+    params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
+    prompt = RESULTS[1]["prompt_text"]
+    alone = llm.generate(prompt, params).outputs[0].token_ids
+    others = [SamplingParams(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(7)]
+    batch = llm.generate([prompt] * 8, [*others[:3], params, *others[3:]], use_tqdm=False)
+    assert batch[3].outputs[0].token_ids == alone
+    assert len({tuple(output.outputs[0].token_ids) for output in batch}) > 1
+
+
+def test_async_side_by_side(llm: LLM) -> None:
+    """A20: await and async for, together in one loop."""
+
+    async def stream(result: dict[str, Any]) -> list[int]:
+        tokens: list[int] = []
+        async for output in llm.generate_async(result["prompt_text"], TO_THE_END, streaming=True):
+            tokens += output.outputs[0].token_ids_diff
+        return tokens
+
+    async def both() -> tuple[list[list[int]], RequestOutput]:
+        whole = llm.generate_async(RESULTS[0]["prompt_text"], TO_THE_END)
+        return await asyncio.gather(*map(stream, RESULTS[1:3])), await whole
+
+    streams, whole = asyncio.run(both())
+    assert streams == [result["output_ids_ignore_eos"] for result in RESULTS[1:3]]
+    assert whole.outputs[0].token_ids == RESULTS[0]["output_ids_ignore_eos"]
+
+
+def test_abort_keeps_the_text_so_far_and_disturbs_nobody(llm: LLM) -> None:
+    """A16, A18"""
+    victim = llm.generate_async(RESULTS[1]["prompt_text"], SamplingParams(max_tokens=2000, ignore_eos=True), streaming=True)
+    other = llm.generate_async(RESULTS[2]["prompt_text"], TO_THE_END)
+    first = next(victim)
+    victim.abort()
+    end = victim.result(60)
+    assert end.outputs[0].finish_reason == "abort"
+    assert end.outputs[0].text.startswith(first.outputs[0].text)
+    assert other.result(60).outputs[0].token_ids == RESULTS[2]["output_ids_ignore_eos"]
+
+
+def test_a_refused_prompt_disturbs_nobody(llm: LLM) -> None:
+    """A34"""
+    with pytest.raises(RequestError, match=r"49152.*49151"):
+        llm.generate([1, 49152])
+    with pytest.raises(RequestError, match="8193.*8192"):
+        llm.generate([1] * 8000, SamplingParams(max_tokens=193))
+    assert llm.generate(RESULTS[0]["prompt_text"], TO_EOS).outputs[0].text == RESULTS[0]["text_stop_at_eos"]
+
+
+def test_nothing_is_live_at_the_end(llm: LLM) -> None:
+    """A14: every request of this module has had its one ending, and no KV block is held."""
+    counters = llm.executor.counters()
+    assert counters["live"] == 0
+    assert counters["admitted"] == sum(counters[name] for name in ("finished", "aborted", "failed", "timed_out", "dead"))
+    assert counters["bad_frames"] == counters["dispatch_faults"] == counters["unknown_deltas"] == 0
+    assert llm.executor.stats()["kv_blocks_used"] == 0
