@@ -23,10 +23,9 @@ def forge(
     kind: Kind = Kind.SEND,
     number: int = 0,
     peer: str = "",
-    served: bool = False,
 ) -> Parts:
     """The frame that the holder of this key would send as its ``sequence``-th."""
-    codec = Codec(key, channel, role, served)
+    codec = Codec(key, channel, role)
     link = codec.link(peer)
     link.sent = sequence - 1
     return [bytes(part) for part in codec.encode(link, message, kind, number)]

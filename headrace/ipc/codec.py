@@ -7,9 +7,11 @@ A message crosses as one or more *parts*. The first is a fixed header followed b
 Integers are little-endian. Each further part is one large :class:`~headrace.ipc.messages.Buffer`, as it lies in the sender's memory; where
 it belongs the payload holds its index. Small buffers are msgpack ``bin`` in the payload.
 
-*Keys.* Every channel, direction and peer has its own key, derived from the session key: a frame that is reflected, or carried to another
-channel or peer, fails its MAC. *MAC.* Keyed BLAKE2b, 16 bytes, over the header without the MAC, the length of every extra part, the payload
-and the extra parts. *Sequence.* Starts at 1 and grows by one with each frame; a receiver takes only what is greater than the last it took.
+*Keys.* Every channel, direction and peer has its own key: BLAKE2b-256 under the session key, personalised ``headrace-keys``, of the msgpack
+array [channel, "binder" or "connector" (who sends), name of the connector or ""]. A frame that is reflected, or carried to another channel
+or peer, fails its MAC. *MAC.* BLAKE2b under that key, 16 bytes, personalised ``headrace-frame``, over the header without the MAC, the
+length of every extra part as u64, the payload and the extra parts. *Sequence.* Starts at 1 and grows by one with each frame; a receiver
+takes only what is greater than the last it took.
 
 A *notice* is what a binder answers to a frame whose MAC or version it refused: magic, version, kind 4, reason. It has no MAC, for the two
 sides share no key then, and so it changes nothing but a counter. Its five bytes, and the first three of every frame, never change their

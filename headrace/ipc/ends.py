@@ -84,7 +84,7 @@ class AsyncWaiters:
             return await future
         finally:
             self._waiting[write].discard(future)
-            self._unwatch(self._fds[write])
+            self._unwatch(loop, self._fds[write])
             if timer is not None:
                 timer.cancel()
 
@@ -97,27 +97,31 @@ class AsyncWaiters:
 
     def close(self) -> None:
         """Wake everybody and let go of the descriptors, which may be closed after this and their numbers used again."""
-        for loop, _ in self._watched.values():
-            for fd in self._fds:
+        for fd, (loop, _) in self._watched.items():
+            if not loop.is_closed():
                 loop.remove_reader(fd)
         self._watched.clear()
         for future in self._waiting[False] | self._waiting[True]:
             _resolve(future, True)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
-        _, users = self._watched.get(fd, (loop, 0))
-        if users == 0:
+        watching, users = self._watched.get(fd, (loop, 0))
+        # Another loop's registration is of a task that its loop was closed under: it is void, and ends when the task is collected.
+        if users == 0 or watching is not loop:
             loop.add_reader(fd, self.wake)
+            users = 0
         self._watched[fd] = (loop, users + 1)
 
-    def _unwatch(self, fd: int) -> None:
-        if fd not in self._watched:  # closed meanwhile
+    def _unwatch(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+        watching, users = self._watched.get(fd, (None, 0))
+        if watching is not loop:
             return
-        loop, users = self._watched.pop(fd)
-        if users == 1:
-            loop.remove_reader(fd)
-        else:
+        if users > 1:
             self._watched[fd] = (loop, users - 1)
+            return
+        del self._watched[fd]
+        if not loop.is_closed():
+            loop.remove_reader(fd)
 
 
 def milliseconds(timeout: float | None) -> int:

@@ -20,9 +20,10 @@ from headrace.ipc.ends import AsyncWaiters, BaseEnd, BinderEnd, ConnectorEnd, Pa
 #: a burst of requests is one frame, so this is a second or more of everything, and small enough that a reader who stalls is noticed.
 HIGH_WATER_MARK = 1024
 
-#: milliseconds between attempts to connect: at first, and at most. Idle connectors whose binder is gone must cost nothing.
-RECONNECT_MS = 50
-RECONNECT_MAX_MS = 1000
+#: Milliseconds between attempts to connect, at first and at most: a connector that came early finds its binder soon, and one whose binder
+#: is gone costs next to nothing.
+RECONNECT_MS = 20
+RECONNECT_MAX_MS = 250
 
 #: length of ``sun_path`` on Linux, less its closing zero byte
 MAX_IPC_PATH_BYTES = 107

@@ -7,7 +7,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -23,6 +22,7 @@ LONG = 20.0
 DUPLEX = (Ping, Pong, GetStats, Stats, Plan, PlanEnd)
 
 T = TypeVar("T")
+E = TypeVar("E", bound=End)
 _names = itertools.count()
 
 
@@ -37,7 +37,7 @@ class Ends:
     def __init__(self, name: str, folder: str) -> None:
         self.name = name
         self.folder = folder
-        self.module: ModuleType = memory_channel if name == "memory" else zmq_channel
+        self.module: Any = memory_channel if name == "memory" else zmq_channel
         self.key = new_key()
         self._open: list[End] = []
 
@@ -50,11 +50,21 @@ class Ends:
     def address(self, channel: str, peer: str = "") -> Address:
         return Address(channel=channel, endpoint=self.endpoint(), peer=peer)
 
+    def known_address(self, channel: str, peer: str = "") -> Address:
+        """One that a connector can use before the binder is there."""
+        if self.name != "tcp":
+            return self.address(channel, peer)
+        binder = self.bind_pair(self.address(channel))  # a port is known only once it was bound
+        binder.close()
+        return Address(channel=channel, endpoint=binder.address.endpoint, peer=peer)
+
     def bind_pair(self, address: Address, key: bytes | None = None) -> Channel:
-        return self.keep(self.module.bind_pair(address, key or self.key))
+        end: Channel = self.module.bind_pair(address, key or self.key)
+        return self.keep(end)
 
     def connect_pair(self, address: Address, key: bytes | None = None) -> Channel:
-        return self.keep(self.module.connect_pair(address, key or self.key))
+        end: Channel = self.module.connect_pair(address, key or self.key)
+        return self.keep(end)
 
     def pair(self, channel: str = "duplex") -> tuple[Channel, Channel]:
         """Binder and connector, connected both ways."""
@@ -66,16 +76,18 @@ class Ends:
         return binder, connector
 
     def bind_served(self, channel: str = "control", key: bytes | None = None) -> ServedChannel:
-        return self.keep(self.module.bind_served(self.address(channel), key or self.key))
+        end: ServedChannel = self.module.bind_served(self.address(channel), key or self.key)
+        return self.keep(end)
 
     def connect_served(self, binder: ServedChannel, peer: str, key: bytes | None = None) -> Channel:
         address = Address(channel=binder.address.channel, endpoint=binder.address.endpoint, peer=peer)
-        return self.keep(self.module.connect_served(address, key or self.key))
+        end: Channel = self.module.connect_served(address, key or self.key)
+        return self.keep(end)
 
     def poller(self) -> Poller:
-        return self.module.MemoryPoller() if self.name == "memory" else self.module.ZmqPoller()
+        return memory_channel.MemoryPoller() if self.name == "memory" else zmq_channel.ZmqPoller()
 
-    def keep(self, end: Any) -> Any:
+    def keep(self, end: E) -> E:
         self._open.append(end)
         return end
 
@@ -84,12 +96,24 @@ class Ends:
             end.close()
 
 
-@pytest.fixture(params=["memory", "ipc", "tcp"])
-def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+@pytest.fixture
+def make_ends() -> Iterator[Callable[[str], Ends]]:
+    """For a test that chooses its backends itself."""
+    made: list[Ends] = []
     with tempfile.TemporaryDirectory() as folder:
-        made = Ends(request.param, folder)
-        yield made
-        made.close()
+
+        def make(name: str) -> Ends:
+            made.append(Ends(name, folder))
+            return made[-1]
+
+        yield make
+        for one in made:
+            one.close()
+
+
+@pytest.fixture(params=["memory", "ipc", "tcp"])
+def ends(request: pytest.FixtureRequest, make_ends: Callable[[str], Ends]) -> Ends:
+    return make_ends(request.param)
 
 
 class Background:
