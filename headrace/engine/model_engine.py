@@ -99,7 +99,10 @@ class ModelEngine:
         return self._scheduler.has_work or bool(self._ended_early.request_ids)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue it; one that cannot run ends with ERROR in the next step. Raises ValueError for an id that is live already."""
+        """Queue it; one that cannot run ends with ERROR in the next step.
+
+        Raises ValueError for an id that is live already; one whose ending ``step`` has given out may be used again.
+        """
         prompt, vocab_size = request.prompt_token_ids, self.facts.vocab_size
         try:
             if len(prompt) and not (prompt.min() >= 0 and prompt.max() < vocab_size):

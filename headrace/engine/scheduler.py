@@ -163,8 +163,8 @@ class Scheduler:
         for sequence in list(self._running.values()):
             if not sequence.remaining:
                 raise RuntimeError(f"{sequence!r} waits for append or end")
-            if not budget or not self._make_room(sequence):
-                # Every younger one has been preempted, or gets nothing either for want of budget.
+            # Once one gets nothing, for want of budget or blocks, no younger one gets anything; those that were preempted are younger.
+            if sequence.state is State.PREEMPTED or not budget or not self._make_room(sequence):
                 break
             chunks.append(self._take(sequence, budget))
             budget -= chunks[-1].length

@@ -1,0 +1,112 @@
+"""The scheduler against a slow model of it: any order of arrivals, steps and cancels; nothing leaks, nothing is served twice, all end."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.engine.kv_cache import KVCache
+from headrace.engine.scheduler import Scheduler, Sequence, State
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The model knows, for each live request in the order of arrival, its tokens and how many of them have been computed since it began."""
+
+    @initialize(
+        blocks=st.integers(2, 12), block=st.integers(1, 4), batch=st.integers(1, 4), tokens=st.integers(1, 9), slack=st.integers(0, 3)
+    )
+    def start(self, blocks: int, block: int, batch: int, tokens: int, slack: int) -> None:
+        self.context = max(2, blocks * block - slack)
+        self.batch, self.budget, self.block = batch, tokens, block
+        self.scheduler = Scheduler(KVCache(blocks, block), max_batch_size=batch, max_num_tokens=tokens, max_seq_len=self.context)
+        self.known: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.next_id = 0
+        self.preemptions = 0
+
+    @rule(share=st.floats(0.0, 1.0))
+    def submit(self, share: float) -> None:
+        length = 1 + int(share * (self.context - 2))
+        prompt = [self.next_id * 1000 + place for place in range(length)]
+        self.sequences[self.next_id] = self.scheduler.submit(self.next_id, array("i", prompt))
+        self.known[self.next_id] = prompt
+        self.computed[self.next_id] = 0
+        self.next_id += 1
+
+    @precondition(lambda self: self.known)
+    @rule(which=st.integers(0, 50))
+    def cancel(self, which: int) -> None:
+        request_id = list(self.known)[which % len(self.known)]
+        assert self.scheduler.end(request_id)
+        self._forget(request_id)
+
+    @rule(stop=st.integers(0, 6))
+    def step(self, stop: int) -> None:
+        chunks = self.scheduler.schedule()
+        assert bool(chunks) == bool(self.known), "work that is there makes progress"
+        assert len(chunks) <= self.batch and sum(chunk.length for chunk in chunks) <= self.budget
+        served = [chunk.sequence.request_id for chunk in chunks]
+        assert served == [request_id for request_id in self.known if request_id in served], "oldest first, each once"
+        if chunks:
+            assert served[0] == next(iter(self.known)), "the oldest is never passed over"
+        self._notice_preemptions()
+        written: set[int] = set()
+        for request_id, start, length in ((chunk.sequence.request_id, chunk.start, chunk.length) for chunk in chunks):
+            assert start == self.computed[request_id], "no token is skipped, none is computed twice without preemption"
+            table = self.scheduler.cache.table(request_id)
+            slots = {table[place // self.block] * self.block + place % self.block for place in range(start, start + length)}
+            assert len(slots) == length and not slots & written, "no slot is written twice"
+            written |= slots
+            self.computed[request_id] += length
+        for chunk in chunks:
+            request_id = chunk.sequence.request_id
+            known = self.known[request_id]
+            assert chunk.samples == (self.computed[request_id] == len(known))
+            if not chunk.samples:
+                continue
+            assert list(chunk.sequence.tokens) == known
+            if len(known) + 1 >= self.context or (stop and len(known) % stop == 0):
+                assert self.scheduler.end(request_id)
+                self._forget(request_id)
+            else:
+                known.append(len(known))
+                self.scheduler.append(chunk.sequence, known[-1])
+
+    def _notice_preemptions(self) -> None:
+        """A preempted request begins again; one that was admitted in the same step would start where the model does not expect it."""
+        for request_id, sequence in self.sequences.items():
+            if sequence.state is State.PREEMPTED and self.computed[request_id]:
+                self.computed[request_id] = 0
+                self.preemptions += 1
+        assert self.scheduler.num_preemptions == self.preemptions
+
+    def _forget(self, request_id: int) -> None:
+        del self.known[request_id], self.computed[request_id], self.sequences[request_id]
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+            assert self.scheduler.live() == list(self.known)
+            assert sum(self.scheduler.counts.values()) == len(self.known)
+            assert not self.known or self.scheduler.has_work
+
+    def teardown(self) -> None:
+        """Everything ends, whatever came before, within a bound: every step gives the oldest at least one token."""
+        if not hasattr(self, "scheduler"):
+            return
+        bound = sum(2 * self.context for _ in self.known) + 1
+        for _ in range(bound):
+            if not self.known:
+                break
+            self.step(stop=0)
+        assert not self.known and not self.scheduler.has_work
+        assert self.scheduler.cache.num_used == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
