@@ -70,5 +70,5 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}: rotary embedding needs an even number")
         for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
-            if not 0 <= token < self.vocab_size:
-                raise ModelError(f"special token id {token} is outside the vocabulary of {self.vocab_size}")
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise ModelError(f"special token id {token!r} is outside the vocabulary of {self.vocab_size}")

@@ -152,7 +152,7 @@ def read_config(folder: Path) -> ModelConfig:
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_eos_token_ids(config, folder),
         )
-    except (ModelError, TypeError) as error:
+    except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 
 

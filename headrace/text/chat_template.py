@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 
+#: names under which a message carries the model's reasoning
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+#: most levels of objects and lists within each other in a message
 MAX_DEPTH = 64
 
 
@@ -160,8 +164,15 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
             raise RequestError(f"content of messages[{index}] must be a string or a list of parts, not {type(content).__name__}")
+    return [_normalised(message) for message in plain]
+
+
+def _normalised(message: dict[str, Any]) -> dict[str, Any]:
     # Clients send null for what does not apply; templates only ask whether a key is there, and would print "None".
-    return [{key: value for key, value in message.items() if value is not None} for message in plain]
+    message = {key: value for key, value in message.items() if value is not None}
+    # Templates read reasoning_content, and a few thinking; clients send back whichever name their server gave it.
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning} | message | {"reasoning_content": reasoning}
 
 
 def _plain_objects(values: Any, what: str) -> list[dict[str, Any]]:

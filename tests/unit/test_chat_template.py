@@ -67,6 +67,12 @@ def test_null_fields_are_as_good_as_absent() -> None:
     assert render("{{ messages[0].content is defined }} {{ messages[0].tool_calls }}", [message]) == "False [{'id': None}]"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
+    message = {"role": "assistant", "content": "4", name: "2 + 2"}
+    assert render("{{ messages[0].reasoning_content }}; {{ messages[0].thinking }}", [message]) == "2 + 2; 2 + 2"
+
+
 def test_templates_see_plain_copies() -> None:
     class Role(str, enum.Enum):
         USER = "user"
