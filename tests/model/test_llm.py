@@ -161,7 +161,7 @@ def test_a_refused_prompt_disturbs_nobody(llm: LLM) -> None:
     """A34"""
     with pytest.raises(RequestError, match=r"49152.*49151"):
         llm.generate([1, 49152])
-    with pytest.raises(RequestError, match="8193.*8192"):
+    with pytest.raises(RequestError, match=r"8193.*8192"):
         llm.generate([1] * 8000, SamplingParams(max_tokens=193))
     assert llm.generate(RESULTS[0]["prompt_text"], TO_EOS).outputs[0].text == RESULTS[0]["text_stop_at_eos"]
 
