@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import sys
 import traceback
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Nothing but SystemExit for errors of usage leaves it as an exception."""
     arguments = build_parser().parse_args(argv)
+    _set_up_logging(arguments.debug)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
@@ -49,6 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         _report(error, arguments.debug)
         return FAILURE
+
+
+def _set_up_logging(debug: bool) -> None:
+    """Without --debug the log stays silent: what ends a command is raised as well, and told once."""
+    if debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    else:
+        logging.getLogger("headrace").addHandler(logging.NullHandler())
 
 
 def _report(error: Exception, debug: bool) -> None:

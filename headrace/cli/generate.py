@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 256
 
-#: requests that wait in the world for each one that runs: enough that a step is never short of work, and bounded for files of any length
+#: requests under way for each that fits into a step: no step is short of work, and the world's queue is bounded for files of any length
 QUEUED_PER_RUNNING = 4
 
 
@@ -84,17 +84,18 @@ class Job:
 
         self.prompts = len(prompts)
         self.began = time.monotonic()
-        room = asyncio.Semaphore(QUEUED_PER_RUNNING * self.llm.facts.max_batch_size)
+        at_once = min(len(prompts), QUEUED_PER_RUNNING * self.llm.facts.max_batch_size)
+        waiting = iter(enumerate(prompts))
         # None: a bar where stderr is a terminal. tqdm's monitor thread is for bars that get stuck; it would outlive this one.
         tqdm.monitor_interval = 0
         with tqdm(total=len(prompts), unit="prompt", disable=None if bar else True) as progress:
 
-            async def one(index: int, prompt: str) -> None:
-                async with room:
+            async def one_after_another() -> None:
+                for index, prompt in waiting:
                     await self._one(index, prompt)
-                progress.update()
+                    progress.update()
 
-            tasks = [asyncio.create_task(one(*item)) for item in enumerate(prompts)]
+            tasks = [asyncio.create_task(one_after_another()) for _ in range(at_once)]
             try:
                 await asyncio.gather(*tasks)
             finally:
