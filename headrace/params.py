@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import msgspec
 
 from headrace.errors import RequestError
 
-MAX_SEED = 2**63 - 1
+#: what crosses the boundary: signed 64-bit integers
+MAX_INTEGER = 2**63 - 1
+MAX_SEED = MAX_INTEGER
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 
@@ -51,34 +57,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        # Normalise first (a str is a Sequence[str] too), then check what is kept.
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            try:
-                msgspec.structs.force_setattr(self, name, tuple(value))
-            except TypeError:
-                raise RequestError(f"{name} must be a sequence, not {type(value).__name__}") from None
-        _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("top_k", self.top_k, 0, None)
-        _integer("seed", self.seed, 0, MAX_SEED)
-        _integer("end_id", self.end_id, 0, None)
-        _integer("pad_id", self.pad_id, -1, None)
-        _number("temperature", self.temperature, 0.0, None)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        # Normalise, then check what is kept: a str is a Sequence[str] too, and numpy's numbers and strings are refused by the encoder.
+        keep = functools.partial(msgspec.structs.force_setattr, self)
+        for name, low in (("max_tokens", 1), ("top_k", 0), ("seed", 0), ("end_id", 0), ("pad_id", -1)):
+            if (value := getattr(self, name)) is not None:
+                keep(name, _integer(name, value, low))
+        for name, high in (("temperature", None), ("top_p", 1.0)):
+            if (value := getattr(self, name)) is not None:
+                keep(name, _number(name, value, high))
+        keep("stop", tuple(map(_stop, _sequence("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))))
+        tokens = _sequence("stop_token_ids", self.stop_token_ids)
+        keep("stop_token_ids", tuple(_integer("stop_token_ids", token, 0) for token in tokens))
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "add_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if len(self.stop) > MAX_STOPS:
-            raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed")
-        for text in self.stop:
-            if not isinstance(text, str):
-                raise RequestError(f"stop must hold strings, not {type(text).__name__}")
-            if not 0 < len(text) <= MAX_STOP_CHARS:
-                raise RequestError(f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARS} are allowed")
-        if len(self.stop_token_ids) > MAX_STOPS:
-            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOPS} are allowed")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text: they cannot be used with detokenize=False")
 
@@ -90,23 +82,51 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
 
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
+def _integer(name: str, value: object, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
-        raise RequestError(f"{name}={value} is out of range: it must be {_range(low, high)}")
+    number = int(value)
+    if not low <= number <= MAX_INTEGER:
+        raise RequestError(f"{name}={shown(number)} is out of range: it must be from {low} to {MAX_INTEGER}")
+    return number
 
 
-def _number(name: str, value: object, low: float, high: float | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _number(name: str, value: object, high: float | None) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
-        raise RequestError(f"{name}={value} is out of range: it must be {_range(low, high)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf  # an integer that no float can hold
+    # What is not finite is out of range too; NaN fails every comparison.
+    if not 0.0 <= number <= (sys.float_info.max if high is None else high):
+        limits = "at least 0.0" if high is None else f"from 0.0 to {high}"
+        raise RequestError(f"{name}={shown(value)} is out of range: it must be {limits}")
+    return number
 
 
-def _range(low: float, high: float | None) -> str:
-    return f"at least {low}" if high is None else f"from {low} to {high}"
+def _sequence(name: str, value: Any) -> tuple[object, ...]:
+    try:
+        items = tuple(value)
+    except TypeError:
+        raise RequestError(f"{name} must be a sequence, not {type(value).__name__}") from None
+    if len(items) > MAX_STOPS:
+        raise RequestError(f"{name} has {len(items)} entries; at most {MAX_STOPS} are allowed")
+    return items
+
+
+def _stop(text: object) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"stop must hold strings, not {type(text).__name__}")
+    if not 0 < len(text) <= MAX_STOP_CHARS:
+        raise RequestError(f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARS} are allowed")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise RequestError(f"stop string {text!a} has a lone surrogate: that is no character, and no text will ever hold it")
+    return str(text)
+
+
+def shown(value: object) -> str:
+    """A number for a message, of an integer that is very long only its size: Python refuses to print one of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
+    return str(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 import secrets
 from array import array
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from typing import NamedTuple, Protocol
 from headrace.config import EngineFacts
 from headrace.errors import RequestError
 from headrace.outputs import Released
-from headrace.params import MAX_SEED, SamplingParams
+from headrace.params import MAX_SEED, SamplingParams, shown
 
 
 class TextStage(Protocol):
@@ -66,20 +68,12 @@ def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:
     Raises:
         RequestError: the message names the value and the limit.
     """
-    try:
-        token_ids = array("i", request.prompt_token_ids)
-    except TypeError:
-        wrong = next((t for t in request.prompt_token_ids if not isinstance(t, int)), None)
-        raise RequestError(f"a prompt is a string or a list of integer token ids; found {wrong!r} of type {type(wrong).__name__}") from None
-    except OverflowError:
-        wrong = next(t for t in request.prompt_token_ids if not 0 <= t < facts.vocab_size)
-        raise RequestError(f"token id {wrong} is out of range: ids of this model are 0 to {facts.vocab_size - 1}") from None
+    token_ids = _int32(request.prompt_token_ids, facts.vocab_size)
     length, limit = len(token_ids), facts.max_seq_len
     if length == 0:
         raise RequestError("the prompt is empty: at least 1 token is needed")
     if min(token_ids) < 0 or max(token_ids) >= facts.vocab_size:
-        wrong = next(t for t in token_ids if not 0 <= t < facts.vocab_size)
-        raise RequestError(f"token id {wrong} is out of range: ids of this model are 0 to {facts.vocab_size - 1}")
+        raise _out_of_range(next(t for t in token_ids if not 0 <= t < facts.vocab_size), facts.vocab_size)
     if length >= limit:
         raise RequestError(f"the prompt has {length} tokens; with a context of {limit} at most {limit - 1} leave room for an answer")
     params = request.params
@@ -91,8 +85,35 @@ def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:
     for name, ids in (("end_id", () if params.end_id is None else (params.end_id,)), ("stop_token_ids", params.stop_token_ids)):
         for token in ids:
             if token >= facts.vocab_size:
-                raise RequestError(f"{name}: token id {token} is out of range: ids of this model are 0 to {facts.vocab_size - 1}")
+                raise _out_of_range(token, facts.vocab_size, f"{name}: ")
     if params.stop and request.stage is None:
         raise RequestError("stop strings need a tokenizer, and this executor was made without one")
     seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
     return CheckedRequest(request, token_ids, max_tokens, seed)
+
+
+def _int32(prompt: Sequence[int], vocab_size: int) -> array[int]:
+    # The constructor of array would take bytes as its raw memory.
+    if isinstance(prompt, bytes | bytearray | memoryview | str):
+        raise RequestError(f"prompt_token_ids must be a list of integer token ids, not {type(prompt).__name__}")
+    try:
+        return array("i", prompt)
+    except OverflowError:
+        raise _out_of_range(next(t for t in map(operator.index, prompt) if not 0 <= t < vocab_size), vocab_size) from None
+    except TypeError:
+        wrong = next((t for t in prompt if not _is_integer(t)), None) if isinstance(prompt, Sequence) else prompt
+        raise RequestError(
+            f"a prompt is a string or a list of integer token ids; found {reprlib.repr(wrong)} of type {type(wrong).__name__}"
+        ) from None
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _out_of_range(token: int, vocab_size: int, where: str = "") -> RequestError:
+    return RequestError(f"{where}token id {shown(token)} is out of range: ids of this model are 0 to {vocab_size - 1}")

@@ -1,0 +1,132 @@
+"""What is refused before anything is registered or sent (A34, A35): the message names the value and the limit."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+
+from headrace.config import EngineFacts
+from headrace.errors import RequestError
+from headrace.executor.request import GenerationRequest, check
+from headrace.params import MAX_SEED, SamplingParams
+
+VOCABULARY = 100
+CONTEXT = 16
+FACTS = EngineFacts(model="m", runner="echo", dtype="none", vocab_size=VOCABULARY, max_seq_len=CONTEXT, max_batch_size=4)
+
+
+def checked(prompt, stage=None, **params):
+    return check(GenerationRequest(prompt, SamplingParams(**{"max_tokens": 1, **params}), stage=stage), FACTS)
+
+
+def refused(prompt, **params) -> str:
+    with pytest.raises(RequestError) as caught:
+        checked(prompt, **params)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, 2], (1, 2), range(1, 3), array("i", [1, 2]), array("q", [1, 2]), np.array([1, 2]), np.array([1, 2], np.uint8), [np.int64(1), 2]],
+)
+def test_any_sequence_of_integers_is_a_prompt(prompt):
+    one = checked(prompt)
+    assert one.token_ids == array("i", [1, 2]) and one.token_ids.itemsize == 4
+
+
+@pytest.mark.parametrize("prompt", [[], (), range(0), np.array([], np.int32)])
+def test_an_empty_prompt_is_refused(prompt):
+    assert "empty" in refused(prompt)
+
+
+@pytest.mark.parametrize(
+    "token", [-1, VOCABULARY, VOCABULARY + 1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63, 2**200, np.int64(-5), np.uint64(2**64 - 1)]
+)
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_an_id_out_of_the_vocabulary_is_named(token, where):
+    prompt = [1, 2]
+    prompt.insert(where, token)
+    message = refused(prompt)
+    assert f"token id {int(token)} is" in message and f"0 to {VOCABULARY - 1}" in message
+
+
+def test_the_limits_of_the_vocabulary_are_in_it():
+    assert list(checked([0, VOCABULARY - 1]).token_ids) == [0, VOCABULARY - 1]
+
+
+def test_an_id_that_python_refuses_to_print_is_refused_all_the_same():
+    assert "bits" in refused([10**5000])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ([1, 2.0], "float"),
+        ([1.5], "float"),
+        (["1"], "str"),
+        ([None], "NoneType"),
+        ([[1, 2]], "list"),
+        ([1, (2,)], "tuple"),
+        ([np.int64(1), np.float64(2)], "float64"),
+        ([np.array([1, 2])], "ndarray"),
+        (np.array([1.0]), "ndarray"),
+        (np.array([[1, 2]]), "ndarray"),
+        (None, "NoneType"),
+        (5, "int"),
+        ("text", "str"),
+        (b"\1\0\0\0", "bytes"),
+        (b"abc", "bytes"),
+        (bytearray(4), "bytearray"),
+        (memoryview(b"\1\0\0\0"), "memoryview"),
+        (object(), "object"),
+    ],
+)
+def test_what_is_no_list_of_integers_is_refused_by_its_type(prompt, name):
+    assert name in refused(prompt)
+
+
+def test_a_long_wrong_value_does_not_fill_the_message():
+    assert len(refused([["x" * 1000] * 1000])) < 300
+
+
+@pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
+def test_a_prompt_that_leaves_no_room_is_refused(length):
+    message = refused([1] * length, max_tokens=None)
+    assert f"{length} tokens" in message and str(CONTEXT) in message and f"at most {CONTEXT - 1}" in message
+
+
+@pytest.mark.parametrize("length", [1, 5, CONTEXT - 1])
+def test_max_tokens_none_is_what_fits(length):
+    """A35."""
+    assert checked([1] * length, max_tokens=None).max_tokens == CONTEXT - length
+    assert checked([1] * length, max_tokens=CONTEXT - length).max_tokens == CONTEXT - length
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(1, CONTEXT), (CONTEXT - 1, 2), (5, 2**62)])
+def test_max_tokens_that_does_not_fit_is_refused(length, max_tokens):
+    """A35."""
+    message = refused([1] * length, max_tokens=max_tokens)
+    for number in (length, max_tokens, length + max_tokens, CONTEXT):
+        assert str(number) in message
+
+
+@pytest.mark.parametrize("fields", [{"end_id": VOCABULARY}, {"stop_token_ids": [1, VOCABULARY]}, {"stop_token_ids": [2**40]}])
+def test_stop_ids_are_in_the_vocabulary(fields):
+    (name,) = fields
+    message = refused([1], **fields)
+    assert name in message and f"0 to {VOCABULARY - 1}" in message
+    assert checked([1], end_id=VOCABULARY - 1, stop_token_ids=[0, VOCABULARY - 1])
+
+
+def test_stop_strings_need_a_stage():
+    assert "tokenizer" in refused([1], stop="x")
+    assert checked([1], stage=object(), stop="x")
+
+
+def test_a_seed_is_kept_or_drawn():
+    assert checked([1], seed=5).seed == 5
+    assert checked([1], seed=0).seed == 0
+    drawn = {checked([1]).seed for _ in range(20)}
+    assert len(drawn) > 1 and all(0 <= seed <= MAX_SEED for seed in drawn)
