@@ -10,7 +10,8 @@ READY      Close            DRAINING   SendShutdown
 DRAINING   Done             LEAVING
 DRAINING   Lost             LEAVING    Fail, Kill
 DRAINING   Expired          LEAVING    Fail, Kill
-LEAVING    Lost, Done       LEAVING
+LEAVING    Lost, Started,
+           Done             LEAVING
 LEAVING    Expired          LEAVING    Kill
 LEAVING    Gone             CLOSED     Fail, Release
 DEAD       Lost, Started,

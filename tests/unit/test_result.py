@@ -21,7 +21,7 @@ LONG = 20.0
 
 
 class Letters:
-    """A stage at the reader: token 1 is "a" and so on. ``before_feed`` runs in the reader, between its look into the mailbox and its answer."""
+    """A stage at the reader: token 1 is "a" and so on. ``before_feed`` runs in the reader, after it has emptied the mailbox."""
 
     finds_stops = False
 
