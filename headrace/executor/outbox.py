@@ -67,22 +67,46 @@ class Outbox:
 
     def _send_all(self) -> bool:
         queue = self._queue
+        # So many items at the head go one by one: the frame of all of them could not be made, and only one of them may be to blame.
+        alone = 0
         while queue:
             if self._closed:
                 queue.clear()
                 return True
-            kind = type(queue[0])
             run: list[Item] = []
-            while queue and type(queue[0]) is kind:
-                run.append(queue.popleft())
             try:
+                kind = type(queue[0])
+                while queue and type(queue[0]) is kind and not (alone and run):
+                    run.append(queue.popleft())
                 self._channel.send(_message(run))
             except ChannelFullError:
                 queue.extendleft(reversed(run))
                 return False
             except Exception as error:  # whatever it is, it must end these requests and not the thread that happened to send them
-                self._on_send_failed([item.request_id for item in run if isinstance(item, Admitted)], error)
+                if len(run) > 1:
+                    queue.extendleft(reversed(run))
+                    alone = len(run)
+                    continue
+                self._on_send_failed(_admitted(run), error)
+            except BaseException:
+                self._interrupted(run)
+                raise
+            alone = max(0, alone - 1)
         return True
+
+    def _interrupted(self, run: list[Item]) -> None:
+        """Ctrl-C fell into the sending of ``run``, which may have left or not. Sent twice, a request would run twice under one id; not sent
+        at all, its reader would wait for ever, and it may be another thread's. So requests end here, and in the world if they got there.
+        """
+        if admitted := _admitted(run):
+            self._queue.extendleft(reversed(admitted))
+            self._on_send_failed(admitted, InterruptedError("interrupted while the request was sent"))
+        else:
+            self._queue.extendleft(reversed(run))
+
+
+def _admitted(run: list[Item]) -> list[int]:
+    return [item.request_id for item in run if isinstance(item, Admitted)]
 
 
 def _message(run: list[Item]) -> Submit | Cancel | Shutdown:
