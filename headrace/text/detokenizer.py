@@ -180,13 +180,14 @@ def byte_alphabet() -> dict[str, int]:
 
 def byte_level_table(tokens: Mapping[int, str]) -> dict[int, bytes]:
     """Id -> bytes. A token with any character outside the alphabet (an added one, with a space for instance) stands for its own UTF-8."""
-    # Latin-1 turns code point n into byte n, so that the alphabet becomes one translation to code points below 256.
-    alphabet = {ord(char): byte for char, byte in byte_alphabet().items()}
-    known = set(alphabet)
-    return {
-        id: token.translate(alphabet).encode("latin-1") if known.issuperset(map(ord, token)) else token.encode()
-        for id, token in tokens.items()
-    }
+    byte_of = byte_alphabet().__getitem__
+    table = {}
+    for id, token in tokens.items():
+        try:
+            table[id] = bytes(map(byte_of, token))
+        except KeyError:
+            table[id] = token.encode()
+    return table
 
 
 def sentencepiece_table(tokens: Mapping[int, str], replacements: list[tuple[str, str]]) -> dict[int, str | bytes]:

@@ -99,7 +99,7 @@ def test_each_decoder_has_its_detokenizer() -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.booleans(), st.lists(st.integers(0, 40), max_size=12))
 def test_joined_pieces_equal_the_whole_decoding(name: str, data: st.DataObject, skip: bool, cuts: list[int]) -> None:
     """A42, the law, with unknown ids and special tokens among the others."""
