@@ -232,12 +232,10 @@ def test_many_threads_send_everything_once_and_each_in_its_order(rig):
     for worker in workers:
         worker.start()
     barrier.wait(LONG)
-    tokens: list[int] = []
     while any(worker.is_alive() for worker in workers) or rig.peer.poll():
         message = rig.peer.recv(0.01)
         if message is not None:
             received.append(message)
-            tokens += list(message.token_ids.as_int32()) if isinstance(message, Submit) else []
     assert rig.outbox.flush()
     received += rig.received()
     items = items_of(received)
@@ -250,5 +248,6 @@ def test_many_threads_send_everything_once_and_each_in_its_order(rig):
     for number in range(threads):
         own = range(number * each, (number + 1) * each)
         assert [item for item in items if item[1] in own] == [item for item in expected if item[1] in own]
+    tokens = [token for message in received if isinstance(message, Submit) for token in message.token_ids.as_int32()]
     assert tokens == [request_id for kind, request_id in items if kind == "submit"]
     assert rig.failures == [] and rig.channel.stats.sent == len(received)
