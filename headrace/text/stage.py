@@ -74,8 +74,9 @@ class StoppingText:
         return Released(count, text)
 
     def _release(self) -> int:
+        # One that has no text yet is the first part of a character: it goes where that goes, which is known when text after it is shown.
         count = 0
-        while self._held and self._held[0][1] <= self._shown:
+        while self._held and self._held[0][0] < self._shown and self._held[0][1] <= self._shown:
             self._held.popleft()
             count += 1
         return count
