@@ -92,11 +92,16 @@ class LLM:
             num_threads=num_threads,
             echo=echo if echo is not None else EchoConfig(),
         )
-        self._tokenizer = None if path == "echo" and tokenizer is None else _load_tokenizer(path if tokenizer is None else tokenizer)
         bar, listener = _listener(progress)
         self._executor = GenerationExecutorProxy(config, MpiLauncher(find_mpi(mpi)), start_timeout=start_timeout, on_progress=listener)
         try:
-            self.facts: EngineFacts = self._executor.start()
+            self._executor.launch()
+            # While the world loads.
+            self._tokenizer = None if path == "echo" and tokenizer is None else _load_tokenizer(path if tokenizer is None else tokenizer)
+            self.facts: EngineFacts = self._executor.wait_ready()
+        except BaseException:
+            self._executor.close()
+            raise
         finally:
             if bar is not None:
                 bar.close()
@@ -274,7 +279,10 @@ def _wait_all(handles: list[GenerationResult], use_tqdm: bool) -> list[RequestOu
 def _load_tokenizer(path: str | Path) -> Tokenizer:
     from headrace.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(path)
+    loaded = load_tokenizer(path)
+    # Builds the table that all requests share; otherwise the first of them would wait for it.
+    loaded.detokenizer()
+    return loaded
 
 
 def _listener(progress: bool | ProgressListener) -> tuple[Any, ProgressListener | None]:

@@ -59,7 +59,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Released(NamedTuple):
-    """What a text stage lets out: the next ``num_tokens`` of the tokens it was fed so far, their text, and the stop string found, if any."""
+    """What a text stage lets out: the next ``num_tokens`` of the tokens it was fed so far, their text, and the stop string found."""
 
     num_tokens: int
     text: str

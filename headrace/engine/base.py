@@ -87,7 +87,7 @@ class Engine(Protocol):
         """Run one step on all ranks. An exception is a fault of the world."""
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges by name. Another thread may call this while ``step`` runs: it reads plain numbers and iterates over nothing."""
+        """Counters and gauges by name. Another thread may call it during ``step``: it reads plain numbers, iterates over nothing."""
 
     def close(self) -> None:
         """Give memory back. Ranks other than 0 are told by the worker, not by the engine."""

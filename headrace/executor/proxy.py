@@ -51,14 +51,22 @@ class GenerationExecutorProxy:
         return f"<GenerationExecutorProxy {self.state.name} live={len(self._world.ledger)} ranks={self._ranks}>"
 
     def start(self) -> EngineFacts:
-        """Start the world and wait until it is READY.
+        """``launch``, then ``wait_ready``."""
+        self.launch()
+        return self.wait_ready()
+
+    def launch(self) -> None:
+        """Begin to start the world; returns at once."""
+        log.info("starting %d ranks: %s", self._ranks, self._launcher.describe())
+        self._world.thread.start()
+        atexit.register(self.close)
+
+    def wait_ready(self) -> EngineFacts:
+        """Wait until the world is READY.
 
         Raises:
             StartupError: it died, failed or stalled; nothing of it is left.
         """
-        log.info("starting %d ranks: %s", self._ranks, self._launcher.describe())
-        self._world.thread.start()
-        atexit.register(self.close)
         try:
             self._world.start_over.wait()
             facts = self.facts

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import operator
+import random
 import reprlib
-import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from headrace.config import EngineFacts
 from headrace.errors import RequestError
 from headrace.outputs import Released
-from headrace.params import MAX_SEED, SamplingParams, shown
+from headrace.params import SamplingParams, shown
+
+#: of a seed that is drawn; well within what SamplingParams accepts
+SEED_BITS = 62
+
+#: Its own generator: a user who seeds the global one does not expect all requests to be sampled alike from then on.
+_seeds = random.Random()
 
 
 class TextStage(Protocol):
@@ -72,7 +80,8 @@ def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:
     length, limit = len(token_ids), facts.max_seq_len
     if length == 0:
         raise RequestError("the prompt is empty: at least 1 token is needed")
-    if min(token_ids) < 0 or max(token_ids) >= facts.vocab_size:
+    # Unsigned, a negative id is a huge one: one pass finds both.
+    if np.frombuffer(token_ids, dtype=np.uint32).max() >= facts.vocab_size:
         raise _out_of_range(next(t for t in token_ids if not 0 <= t < facts.vocab_size), facts.vocab_size)
     if length >= limit:
         raise RequestError(f"the prompt has {length} tokens; with a context of {limit} at most {limit - 1} leave room for an answer")
@@ -88,7 +97,7 @@ def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:
                 raise _out_of_range(token, facts.vocab_size, f"{name}: ")
     if params.stop and request.stage is None:
         raise RequestError("stop strings need a tokenizer, and this executor was made without one")
-    seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+    seed = _seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
     return CheckedRequest(request, token_ids, max_tokens, seed)
 
 

@@ -1,7 +1,7 @@
 """What a rank needs to find and trust its proxy: one small file in the session folder, written by the proxy, read by every rank.
 
-The key travels in a file that only its owner can read and that is removed as soon as every rank has said hello: never in a command line, nor
-in an environment, which others could read for as long as the process lives.
+The key travels in a file that only its owner can read and that is removed as soon as every rank has said hello: never in a command line,
+nor in an environment, which others could read for as long as the process lives.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from headrace import __version__
 from headrace.engine.base import Broadcast, Engine, Runner
 from headrace.errors import HeadraceError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
 from headrace.ipc.messages import Failed, Hello, Progress, Ready
+from headrace.version import __version__
 from headrace.worker.guard import guard, set_process_name
 from headrace.worker.world import MpiWorld
 
