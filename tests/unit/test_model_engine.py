@@ -10,7 +10,7 @@ import pytest
 
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig
-from headrace.engine.base import EngineRequest, Float32, Int32, StepOutputs
+from headrace.engine.base import EngineRequest, Float32, Int32, SingleRank, StepOutputs
 from headrace.engine.model_engine import ModelEngine, load_runner, make_engine
 from headrace.engine.plan import StepPlan
 from headrace.errors import ModelError
@@ -312,8 +312,4 @@ def test_make_engine_and_a_runner_that_runs_no_model() -> None:
     config = EngineConfig(model="counting")
     assert make_engine(config, CountingRunner()).facts.model == "counting"
     with pytest.raises(ModelError, match="runner 'echo' runs no model"):
-        load_runner(EngineConfig(model="echo", runner="echo"), _no_collectives(), lambda stage, done, total: None)
-
-
-def _no_collectives() -> Any:
-    return None
+        load_runner(EngineConfig(model="echo", runner="echo"), SingleRank(), lambda stage, done, total: None)

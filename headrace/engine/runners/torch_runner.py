@@ -122,9 +122,10 @@ class TorchRunner:
             return self._collectives.gather_columns(self._head(x).numpy(), self._vocabulary_widths)
 
     def close(self) -> None:
-        """Drop weights and cache."""
-        self._layers.clear()
-        del self._embedding, self._head
+        """Drop weights and cache. May be called again."""
+        if self._layers:
+            self._layers.clear()
+            del self._embedding, self._head
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T, hidden]. Each rank has the rows of its part of the vocabulary and adds zeros for the others."""

@@ -1,0 +1,83 @@
+"""Collectives between threads of one process: the tensor-parallel runners without MPI."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from headrace.engine.base import Float32
+
+T = TypeVar("T")
+
+#: seconds that a rank waits for the others; one that fails breaks the barrier, so this is for a lost rank only
+PATIENCE = 50.0
+
+
+class ThreadRank:
+    """One rank's ``Collectives``. Sums are made in the order of ranks on each rank, so all get the same bits."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+        self.size = world.size
+
+    def all_reduce(self, array: Float32) -> None:
+        assert array.dtype == np.float32 and array.flags.c_contiguous and array.flags.writeable
+        total = np.sum(self._exchange(array), axis=0)
+        # Nobody may write before everybody has read.
+        self._world.barrier.wait()
+        array[...] = total
+
+    def gather_columns(self, array: Float32, widths: Sequence[int]) -> Float32 | None:
+        assert array.dtype == np.float32 and array.shape[1] == widths[self.rank]
+        parts = self._exchange(array)
+        gathered = np.concatenate(parts, axis=1) if self.rank == 0 else None
+        self._world.barrier.wait()
+        return gathered
+
+    def _exchange(self, array: Float32) -> list[Float32]:
+        self._world.slots[self.rank] = array
+        self._world.barrier.wait()
+        parts = [part for part in self._world.slots if part is not None]
+        assert len({part.shape[0] for part in parts}) == 1
+        return parts
+
+
+class ThreadWorld:
+    """A world of threads; ``with`` ends them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.slots: list[Float32 | None] = [None] * size
+        self.ranks = [ThreadRank(self, rank) for rank in range(size)]
+        # One thread for each rank, and always the same one: OpenMP and torch keep settings by thread.
+        self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(size)]
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """``function(rank)`` on every rank at once; its results in the order of ranks, or the first failure."""
+
+        def guarded(rank: int) -> T:
+            try:
+                return function(rank)
+            except BaseException:
+                self.barrier.abort()  # the others must not wait for this one
+                raise
+
+        futures = [pool.submit(guarded, rank) for rank, pool in enumerate(self._pools)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        return [future.result() for future in futures]
+
+    def __enter__(self) -> ThreadWorld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.barrier.abort()
+        for pool in self._pools:
+            pool.shutdown()
