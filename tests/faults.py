@@ -89,3 +89,17 @@ class Recording(Passing):
         if frame is not None:
             self.taken.append(list(frame))
         return frame
+
+
+class Limited(Passing):
+    """Takes only so many frames, as if its reader had stopped; ``room`` may be changed at any time."""
+
+    def __init__(self, inner: Transport, room: int = 0) -> None:
+        super().__init__(inner)
+        self.room = room
+
+    def put(self, parts: Sequence[Any], peer: bytes = b"") -> bool:
+        if self.room == 0 or not self.inner.put(parts, peer):
+            return False
+        self.room -= 1
+        return True

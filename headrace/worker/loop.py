@@ -23,14 +23,11 @@ RETRY_FULL = 0.005
 class Leader:
     """Rank 0. Mirror image of the proxy's dispatcher: what that one sends is read here, what is sent here it reads."""
 
-    def __init__(
-        self, engine: Engine, requests: Channel, results: Channel, *, clock: Callable[[], float] = time.monotonic, linger: float = 1.0
-    ) -> None:
+    def __init__(self, engine: Engine, requests: Channel, results: Channel, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._requests = requests
         self._results = results
         self._clock = clock
-        self._linger = linger
         # Outputs that a full result channel did not take: merged per request, so that a proxy that does not read costs its own tokens only.
         self._backlog: dict[int, _Pending] = {}
         self._shutdown: Shutdown | None = None
@@ -57,7 +54,11 @@ class Leader:
             self._reply(StepOutputs())
         if self._shutdown is None or self._engine.has_work or self._backlog:
             return True
-        self._results.send(ShutdownDone(), timeout=self._linger)
+        try:
+            self._results.send(ShutdownDone())
+        except ChannelFullError:
+            # How long a proxy that does not read may hold us up is for it to say: its close has a budget, and ends in a kill.
+            return True
         return False
 
     def step_age(self) -> float:
@@ -66,9 +67,9 @@ class Leader:
         return 0.0 if began is None else self._clock() - began
 
     def _receive(self, timeout: float | None) -> None:
-        if self._engine.has_work or self._shutdown is not None:
+        if self._engine.has_work:
             timeout = 0.0
-        elif self._backlog:
+        elif self._backlog or self._shutdown is not None:
             timeout = RETRY_FULL if timeout is None else min(timeout, RETRY_FULL)
         message = self._requests.recv(timeout)
         while message is not None:
@@ -89,18 +90,19 @@ class Leader:
     def _submit(self, message: Submit) -> None:
         """A message that contradicts itself is a fault of the proxy: it ends the requests that it names, and nothing else."""
         tokens = np.frombuffer(message.token_ids.view, dtype=np.uint8)
-        whole = tokens.size == 4 * sum(head.num_prompt_tokens for head in message.requests)
+        lengths = [head.num_prompt_tokens for head in message.requests]
+        # If one length is wrong, nobody knows whose tokens are whose.
+        whole = tokens.size == 4 * sum(lengths) and min(lengths, default=1) >= 1
         flat = tokens.view(np.int32) if whole else np.empty(0, dtype=np.int32)
-        start = 0
+        end = 0
         for head in message.requests:
-            end = start + head.num_prompt_tokens
-            if not whole or head.num_prompt_tokens < 1 or not 0 <= head.params < len(message.params):
+            start, end = end, end + head.num_prompt_tokens
+            if not whole or head.max_tokens < 1 or not 0 <= head.params < len(message.params):
                 self.bad_messages += 1
                 self._refuse(head.request_id, "the request was damaged on its way to the engine")
                 continue
             # A copy: the message's memory is given back, and a slice would keep a whole burst alive for its last request.
             request = EngineRequest(head.request_id, flat[start:end].copy(), message.params[head.params], head.max_tokens, head.seed)
-            start = end
             try:
                 self._engine.submit(request)
             except Exception as error:
