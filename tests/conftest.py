@@ -43,10 +43,13 @@ SCOPES = ("session", "package", "module", "class", "function")
 
 @dataclass
 class Resources:
-    """What exists at one moment."""
+    """What exists at one moment.
+
+    Threads are Python's. Native ones cannot be told apart: those of OpenMP, BLAS and Rayon live as long as the process and are no leak;
+    those of a ZMQ context show as its event descriptors.
+    """
 
     threads: set[threading.Thread]
-    native_threads: Counter[str]
     pids: set[int]
     descriptors: Counter[str]
     files: set[Path]
@@ -57,7 +60,6 @@ class Resources:
         return cls(
             # The timer of the time limit belongs to whichever test runs, and is there before its fixtures and after them.
             threads={thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout ")},
-            native_threads=_zmq_threads(),
             pids=_pids(),
             descriptors=_descriptors(),
             files=_remains(),
@@ -66,7 +68,6 @@ class Resources:
     def add(self, before: Resources, after: Resources) -> None:
         """Also allow what came between these two moments."""
         self.threads |= after.threads - before.threads
-        self.native_threads += after.native_threads - before.native_threads
         self.pids |= after.pids - before.pids
         self.descriptors += after.descriptors - before.descriptors
         self.files |= after.files - before.files
@@ -74,26 +75,11 @@ class Resources:
     def leaked_since(self, before: Resources, with_descriptors: bool) -> list[str]:
         """One line for each thing that is here and was not there."""
         lines = [f"thread {thread.name!r}{' (daemon)' * thread.daemon}" for thread in self.threads - before.threads]
-        lines += [f"native thread {name!r}" for name in (self.native_threads - before.native_threads).elements()]
         lines += [line for pid in sorted(self.pids - before.pids) if (line := _describe_ours(pid)) is not None]
         if with_descriptors:
             lines += [f"file descriptor of {target}" for target in (self.descriptors - before.descriptors).elements()]
         lines += [f"file {path}" for path in sorted(self.files - before.files) if not _used_by_others(path)]
         return lines
-
-
-def _zmq_threads() -> Counter[str]:
-    # Threads of libzmq exist exactly as long as a context; those of OpenMP, BLAS and Rayon pools live as long as the process and are no
-    # leak, so native threads are not counted in general.
-    names: Counter[str] = Counter()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name = (task / "comm").read_text().strip()
-        except OSError:  # the thread has ended since the folder was listed
-            continue
-        if name.startswith("ZMQ"):
-            names[name] += 1
-    return names
 
 
 def _pids() -> set[int]:

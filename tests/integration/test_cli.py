@@ -24,10 +24,12 @@ DEADLINE = 50
 PROMPT = "Why is the sky blue?"
 ECHO = ("--model", "smollm2-135m", "--runner", "echo")
 
-#: the command, with an echo engine that knows all tokens of the model's tokenizer and takes its time: an answer can be interrupted
+#: the command, with an echo engine that knows all tokens of the model's tokenizer and takes its time: an answer can be interrupted, also
+#: where these tests run in the background of a shell, which has its children ignore interrupts
 MAIN = """
-import functools, sys
+import functools, signal, sys
 import headrace.llm
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from headrace.config import EchoConfig
 headrace.llm.LLM = functools.partial(headrace.llm.LLM, echo=EchoConfig(vocab_size=49152, step_time=0.002))
 from headrace.cli import main

@@ -86,7 +86,7 @@ NAMED = {
     "test_descriptor": "file descriptor of /dev/zero",
     "test_second_descriptor_of_the_same_file": "file descriptor of /dev/zero",
     "test_socket": "file descriptor of socket:*",
-    "test_zmq": "native thread 'ZMQ*",
+    "test_zmq": "file descriptor of anon_inode:[[]eventpoll[]]",
     "test_socket_file": "file */headrace-left.sock",
     "test_session_folder": "file */headrace-session-*",
     "test_shared_memory": "file /dev/shm/headrace-leak-check-*",

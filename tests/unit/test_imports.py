@@ -85,8 +85,6 @@ def imports(name: str, path: Path, known: set[str]) -> Iterator[Import]:
                 if child.level:
                     base = ".".join(filter(None, [*package.split(".")[: len(package.split(".")) - child.level + 1], base]))
                 for alias in child.names:
-                    if (base, alias.name) == ("headrace", "__version__"):
-                        continue  # a fact about the package, and no part of it
                     full = f"{base}.{alias.name}"
                     yield Import(full if full in known else base, child.lineno, when)
             else:
@@ -203,7 +201,6 @@ def test_a_broken_rule_is_found(files, complaint, tmp_path):
     "files",
     [
         {"engine__runners__t": "import torch", "worker__main": "def f():\n    from headrace.engine.runners import t"},
-        {"worker__main": "from headrace import __version__"},
         {"errors": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from typing_extensions import Self"},
         {"ipc__a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"},
         {
