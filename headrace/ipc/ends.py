@@ -130,7 +130,8 @@ def milliseconds(timeout: float | None) -> int:
 
 
 def _resolve(future: asyncio.Future[bool], value: bool) -> None:
-    if not future.done():
+    # A loop may be closed under a task that waits; its future can then not be resolved, and nobody is there to see it.
+    if not future.done() and not future.get_loop().is_closed():
         future.set_result(value)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -106,6 +108,27 @@ def test_last_close_ends_the_context(ends: Ends) -> None:
         served.close(linger=1.0)
         assert zmq_threads() == []
         assert os.listdir(ends.folder) == []
+
+
+def test_send_does_not_swallow_the_wake_up_of_a_reader(ends: Ends) -> None:
+    """A1: the descriptor of a socket is edge-triggered. A send that uses up the edge of a frame that arrived must wake its reader."""
+    binder, connector = ends.pair()
+    fd = binder.transport.socket.get(zmq.FD)  # type: ignore[attr-defined]
+
+    def edge(timeout: float) -> bool:
+        return bool(select.select([fd], [], [], timeout)[0])
+
+    async def run() -> None:
+        reader = asyncio.create_task(binder.arecv(LONG))
+        await asyncio.sleep(0)
+        connector.send(Ping(), LONG)
+        # From here on the loop does not run, so it cannot see the edge itself. A socket looks at its edge about once in a millisecond.
+        assert edge(LONG)
+        while edge(0.001):
+            binder.send(PlanEnd(), LONG)
+        assert await reader == Ping()
+
+    asyncio.run(run())
 
 
 def test_port_is_reported(make_ends: Callable[[str], Ends]) -> None:
