@@ -26,22 +26,27 @@ EXIT_ORPHANED = 75
 def main() -> int:
     """Serve one command to its end."""
     owner_pid, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        return _orphaned(folder)
+    # Looked at after the descriptor was opened: while the owner is our parent, its number cannot have gone to a stranger.
     if os.getppid() != owner_pid:
         return _orphaned(folder)
-    # Valid: had the owner died since the line above, we would watch a stranger only if its number had been given away again in between.
-    owner = os.pidfd_open(owner_pid)
+    janitor = os.getpid()
     # Before the fork, so that no SIGTERM is lost: until the child is there it stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child == 0:
-        _become(command, os.getppid())
+        _become(command, janitor)
     child_fd = os.pidfd_open(child)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.pidfd_send_signal(child_fd, signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda number, frame: _send(child_fd, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    if child_fd not in _wait(None, owner, child_fd):
-        signal.pidfd_send_signal(child_fd, signal.SIGTERM)
+    # The death of the owner decides, also when both are seen at once: ranks that notice it by themselves may end the command before us.
+    if owner in _wait(None, owner, child_fd):
+        _send(child_fd, signal.SIGTERM)
         if not _wait(GRACE, child_fd):
-            signal.pidfd_send_signal(child_fd, signal.SIGKILL)
+            _send(child_fd, signal.SIGKILL)
         os.waitpid(child, 0)
         return _orphaned(folder)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -56,6 +61,14 @@ def _become(command: list[str], janitor: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.execv(command[0], command)
     os._exit(EXIT_ORPHANED)
+
+
+def _send(pidfd: int, number: int) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        # It has ended and been collected: a SIGTERM that comes to us after that has nobody to go to.
+        return
 
 
 def _wait(timeout: "float | None", *fds: int) -> list[int]:

@@ -1,0 +1,221 @@
+"""The janitor as a process of its own, with a shell in the place of mpiexec (A25, invariant 5): whoever dies, nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.executor import session
+from headrace.executor.launchers import janitor
+
+#: seconds that anything here may take at most; nothing waits for them to pass
+LONG = 20.0
+
+#: a user process: starts the janitor, says its pid, and lives until its input ends
+OWNER = """
+import os, subprocess, sys
+janitor = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]], stdin=subprocess.DEVNULL)
+print(janitor.pid, flush=True)
+sys.stdin.read()
+"""
+
+#: commands; each writes its pid when it is ready for signals
+SLEEPS = "echo $$ > {pid}; exec sleep 1000"
+IGNORES = "trap '' TERM; echo $$ > {pid}; exec sleep 1000"
+COUNTS = "trap 'kill $!; exit 5' TERM; sleep 1000 & echo $$ > {pid}; wait"
+
+
+def ended(pidfd: int, timeout: float = LONG) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+def read_pid(path: Path) -> int:
+    assert eventually(lambda: path.exists() and path.read_text().strip() != ""), "the command did not start"
+    return int(path.read_text())
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """For what no descriptor tells."""
+    deadline = time.monotonic() + LONG
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def gone(folder: Path) -> bool:
+    """Whether it disappears."""
+    return eventually(lambda: not folder.exists())
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process that was sent SIGSTOP stops."""
+    return eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+class Family:
+    """A user process, its janitor and the janitor's command, each with a pidfd."""
+
+    def __init__(self, tmp_path: Path, command: str) -> None:
+        self.folder = tmp_path / "session"
+        (self.folder / "sub").mkdir(parents=True)
+        (self.folder / "sub" / "socket").touch()
+        script = command.format(pid=tmp_path / "pid")
+        arguments = [janitor.__file__, str(self.folder), "/bin/sh", "-c", script]
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", OWNER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.pids = {"owner": self.process.pid, "janitor": int(self.process.stdout.readline())}
+        self.fds = {name: os.pidfd_open(pid) for name, pid in self.pids.items()}
+        self.pids["command"] = read_pid(tmp_path / "pid")
+        self.fds["command"] = os.pidfd_open(self.pids["command"])
+
+    def kill(self, who: str, number: int = signal.SIGKILL) -> None:
+        signal.pidfd_send_signal(self.fds[who], number)
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
+        with self.process:  # closes the pipes and collects it
+            pass
+
+
+@pytest.fixture
+def family(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Family]:
+    family = Family(tmp_path, getattr(request, "param", SLEEPS))
+    yield family
+    family.close()
+
+
+def run(*command: str, owner: int | None = None, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The janitor with this process as its owner."""
+    arguments = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid() if owner is None else owner), str(folder), *command]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=LONG, check=False, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("exit 137", 137), ("kill -9 $$", 137), ("kill -11 $$", 139)])
+def test_it_exits_as_its_command_does_and_leaves_the_folder_to_its_owner(script, code, tmp_path):
+    result = run("/bin/sh", "-c", script, folder=tmp_path)
+    assert (result.returncode, result.stderr) == (code, "")
+    assert tmp_path.exists()
+
+
+def test_the_command_gets_its_arguments_and_writes_where_the_janitor_does(tmp_path):
+    result = run("/bin/sh", "-c", 'printf "%s|" "$@"; echo err >&2', "name", "a b", "", "--x", folder=tmp_path)
+    assert (result.stdout, result.stderr) == ("a b||--x|", "err\n")
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path):
+    result = run("/no/such/command", folder=tmp_path)
+    assert result.returncode == 1 and "FileNotFoundError" in result.stderr
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("family", [SLEEPS, IGNORES, COUNTS], indirect=True, ids=["obeys", "ignores", "cleans"])
+def test_when_the_owner_is_killed_the_command_ends_and_the_folder_goes(family):
+    """A25."""
+    family.kill("owner")
+    assert ended(family.fds["command"]) and ended(family.fds["janitor"])
+    assert gone(family.folder)
+
+
+@pytest.mark.kill
+def test_when_the_owner_leaves_without_a_word_it_is_the_same(family):
+    """A25: an exit that forgot to close."""
+    family.process.stdin.close()
+    assert ended(family.fds["command"]) and ended(family.fds["janitor"])
+    assert gone(family.folder)
+
+
+@pytest.mark.kill
+def test_when_the_janitor_is_killed_the_command_is_ended_by_the_kernel(family):
+    """A25."""
+    family.kill("janitor")
+    assert ended(family.fds["command"])
+    assert family.folder.exists(), "the owner lives, and the folder is its own"
+
+
+@pytest.mark.kill
+def test_owner_and_command_that_die_together_leave_no_folder(family):
+    """A25: ranks notice the owner's death by themselves, so the command may have ended before the janitor, here stopped, gets to look."""
+    family.kill("janitor", signal.SIGSTOP)
+    assert stopped(family.pids["janitor"])
+    family.kill("owner")
+    assert ended(family.fds["owner"])
+    family.kill("command")
+    assert ended(family.fds["command"])
+    family.kill("janitor", signal.SIGCONT)
+    assert ended(family.fds["janitor"])
+    assert gone(family.folder)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize(("script", "code"), [(SLEEPS, 143), (COUNTS, 5)], ids=["obeys", "cleans"])
+def test_sigterm_is_passed_on(script, code, tmp_path):
+    command = ["/bin/sh", "-c", script.format(pid=tmp_path / "pid")]
+    with subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(tmp_path), *command]) as process:
+        read_pid(tmp_path / "pid")
+        process.terminate()
+        assert process.wait(LONG) == code
+    assert tmp_path.exists()
+
+
+def test_an_owner_that_is_not_our_parent_is_dead(tmp_path):
+    """The owner died before the janitor came to look: the command is not started, the folder goes."""
+    folder = tmp_path / "session"
+    folder.mkdir()
+    result = run("/bin/sh", "-c", f"touch {tmp_path}/started", owner=os.getppid(), folder=folder)
+    assert result.returncode == janitor.EXIT_ORPHANED and result.stderr == ""
+    assert not folder.exists() and not (tmp_path / "started").exists()
+
+
+def test_an_owner_whose_number_is_free_is_dead(tmp_path):
+    child = subprocess.Popen(["true"])
+    child.wait()
+    result = run("/bin/sh", "-c", f"touch {tmp_path}/started", owner=child.pid, folder=tmp_path / "none")
+    assert result.returncode == janitor.EXIT_ORPHANED and result.stderr == ""
+    assert not (tmp_path / "started").exists()
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from headrace.executor import session
+session._base_folder = lambda: Path(sys.argv[1])
+held = session.Session()
+print(held.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.kill
+def test_the_next_session_removes_the_folder_of_one_that_was_killed_and_no_other(tmp_path, monkeypatch):
+    """A25: for a user process that is killed in the moment before it has a janitor."""
+    monkeypatch.setattr(session, "_base_folder", lambda: tmp_path)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with contextlib.ExitStack() as stack:
+        owners = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)) for _ in range(2)
+        ]
+        killed, living = (Path(owner.stdout.readline().strip()) for owner in owners)
+        (killed / "sub").mkdir()
+        (killed / "sub" / "socket").touch()
+        owners[0].kill()
+        owners[0].wait(LONG)
+        own = session.Session()
+        assert not killed.exists() and living.exists() and own.path.exists()
+        own.remove()
+        owners[1].stdin.close()
