@@ -1,0 +1,139 @@
+"""The echo engine (A18, A19): the engine contract, deterministic tokens, and faults where they are asked for."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.config import EchoConfig, EngineConfig
+from headrace.engine.base import EngineRequest
+from headrace.engine.echo import LOAD_STEPS, EchoEngine, EchoRunner, echo_token
+from headrace.outputs import FinishReason
+from headrace.params import SamplingParams
+
+
+def engine(**echo) -> EchoEngine:
+    config = EchoConfig(**echo)
+    return EchoEngine(EngineConfig(model="echo", runner="echo", echo=config), EchoRunner(config, 0, lambda *at: None), lambda arrays: None)
+
+
+def request(request_id: int, prompt=(5,), max_tokens=3, **params) -> EngineRequest:
+    return EngineRequest(request_id, np.array(prompt, np.int32), SamplingParams(**params), max_tokens, 0)
+
+
+def run(engine: EchoEngine) -> dict[int, tuple[list[int], int]]:
+    """All tokens of each request, and how it ended."""
+    got: dict[int, tuple[list[int], int]] = {}
+    while engine.has_work:
+        outputs = engine.step()
+        assert len(outputs.request_ids) == len(set(outputs.request_ids)) == len(outputs.counts) == len(outputs.finish)
+        start = 0
+        for request_id, count, finish in zip(outputs.request_ids, outputs.counts, outputs.finish, strict=True):
+            tokens, ended = got.get(request_id, ([], 0))
+            assert ended == 0, "exactly one ending"
+            got[request_id] = (tokens + outputs.token_ids[start : start + count], finish)
+            start += count
+    return got
+
+
+@settings(database=None, deadline=None, max_examples=60)
+@given(prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), index=st.integers(0, 100), vocabulary=st.integers(2, 50))
+def test_tokens_are_in_the_vocabulary_and_never_the_end_of_sequence(prompt, index, vocabulary):
+    assert 1 <= echo_token(prompt, index, vocabulary) < vocabulary
+
+
+def test_the_prompt_comes_back_one_higher_each_time():
+    assert [echo_token([7, 3], index, 1000) for index in range(6)] == [8, 4, 9, 5, 10, 6]
+    assert [echo_token([7], index, 10) for index in range(4)] == [8, 9, 1, 2], "modulo the vocabulary, without 0"
+
+
+def test_every_request_ends_once_and_gets_its_tokens():
+    rig = engine(max_batch_size=2)
+    for request_id in range(5):
+        rig.submit(request(request_id, [request_id], max_tokens=request_id + 1))
+    got = run(rig)
+    assert got == {i: ([echo_token([i], k, 1000) for k in range(i + 1)], FinishReason.LENGTH) for i in range(5)}
+
+
+def test_at_most_so_many_run_at_once_first_come_first_served():
+    rig = engine(max_batch_size=2)
+    for request_id in range(4):
+        rig.submit(request(request_id, max_tokens=2))
+    assert rig.step().request_ids == [0, 1]
+    assert rig.stats() == {"requests_waiting": 2, "requests_running": 2, "steps": 1, "tokens": 2}
+    rig.step()
+    assert rig.step().request_ids == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "finish", "reason"),
+    [
+        ({"stop_token_ids": [8]}, [6, 7, 8], FinishReason.STOP, 8),
+        ({"end_id": 7}, [6, 7], FinishReason.STOP, None),
+        ({"end_id": 7, "ignore_eos": True}, [6, 7, 8, 9], FinishReason.LENGTH, None),
+        ({"stop_token_ids": [9]}, [6, 7, 8, 9], FinishReason.STOP, 9),
+    ],
+)
+def test_what_ends_a_request(params, tokens, finish, reason):
+    rig = engine()
+    rig.submit(request(0, [5], max_tokens=4, **params))
+    reasons: dict[int, int] = {}
+    got: list[int] = []
+    while rig.has_work:
+        outputs = rig.step()
+        got += outputs.token_ids
+        reasons |= outputs.stop_reasons
+    assert (got, outputs.finish) == (tokens, [finish]) and reasons == ({} if reason is None else {0: reason})
+
+
+def test_a_cancel_is_acknowledged_once_and_unknown_ones_are_nothing():
+    """A17, A19."""
+    rig = engine(max_batch_size=1)
+    rig.submit(request(0))
+    rig.submit(request(1))
+    rig.step()
+    assert rig.cancel(0) and rig.cancel(1) and not rig.cancel(0) and not rig.cancel(1) and not rig.cancel(9)
+    outputs = rig.step()
+    assert dict(zip(outputs.request_ids, outputs.finish, strict=True)) == dict.fromkeys((0, 1), FinishReason.ABORT)
+    assert outputs.token_ids == [] and not rig.has_work and rig.stats()["steps"] == 1
+    rig.cancel_all()
+    assert not rig.has_work
+
+
+def test_a_request_may_fail_by_itself():
+    rig = engine(fail_token=13)
+    rig.submit(request(0, [1, 13]))
+    rig.submit(request(1, [1]))
+    assert not rig.cancel(0), "it has ended"
+    outputs = rig.step()
+    assert outputs.errors == {0: "the prompt holds token 13"} and outputs.finish == [FinishReason.ERROR, 0]
+    assert run(rig)[1][1] == FinishReason.LENGTH
+
+
+def test_loading_is_reported_and_fails_where_it_should():
+    """A9."""
+    at: list[tuple[str, int, int]] = []
+    EchoRunner(EchoConfig(), 0, lambda *where: at.append(where))
+    assert at == [("load", done, LOAD_STEPS) for done in range(LOAD_STEPS + 1)]
+    at.clear()
+    with pytest.raises(RuntimeError, match="rank 1"):
+        EchoRunner(EchoConfig(fail_load_rank=1), 1, lambda *where: at.append(where))
+    assert 0 < len(at) < LOAD_STEPS
+    EchoRunner(EchoConfig(fail_load_rank=1), 0, lambda *where: None)
+
+
+def test_a_step_raises_where_it_should_and_takes_its_time(monkeypatch):
+    """A29."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    rig = engine(raise_step=1, step_time=0.25)
+    slept.clear()
+    rig.submit(request(0))
+    rig.step()
+    assert slept == [0.25]
+    with pytest.raises(RuntimeError, match="step 1"):
+        rig.step()
