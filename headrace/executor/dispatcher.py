@@ -191,7 +191,8 @@ class Dispatcher:
     def _patience(self) -> float | None:
         deadlines = [self.lifecycle.deadline, self._retry_at, self._monitor.deadline if self._monitor else None]
         due = [deadline for deadline in deadlines if deadline is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        # A deadline may be infinite, and no wait can.
+        return min(max(0.0, min(due) - time.monotonic()), threading.TIMEOUT_MAX) if due else None
 
     # --- what arrives
 
@@ -365,6 +366,8 @@ class Dispatcher:
 
     def _close(self) -> None:
         """Give back everything, whatever was opened."""
+        # First: were it to fail half-way, a loop that went on would find its sources closed, in every turn, for ever.
+        self._released = True
         if self.outbox is not None:
             self.outbox.close()
         for end in (self._init, self._results):
@@ -375,4 +378,3 @@ class Dispatcher:
         if self._session is not None:
             self._session.remove()
         self._handlers.clear()
-        self._released = True

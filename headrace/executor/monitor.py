@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.errors import EngineDeadError, StartupError
@@ -121,10 +120,6 @@ class WorldMonitor:
                 self.world.kill()
             else:
                 self.world.terminate()
-
-    def descriptors(self) -> Iterable[int]:
-        """Of the ranks that are watched."""
-        return tuple(self._ranks)
 
     def close(self) -> None:
         """Give back every descriptor; the world's processes are not touched."""

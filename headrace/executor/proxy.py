@@ -142,9 +142,12 @@ class GenerationExecutorProxy:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
         world = self._world
         atexit.unregister(self.close)
-        if world.thread.ident is not None and threading.current_thread() is not world.thread:
+        if world.thread.ident is not None:
             world.post(Close(drain, timeout))
-            world.thread.join(timeout + CLOSE_MARGIN)
+            if threading.current_thread() is world.thread:
+                # From a progress listener, or a collection that fell into the thread, which may then hold the lock: it ends by itself.
+                return
+            world.thread.join(min(timeout + CLOSE_MARGIN, threading.TIMEOUT_MAX))
             if world.thread.is_alive():
                 log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
                 return
@@ -167,7 +170,9 @@ class GenerationExecutorProxy:
         bootstrap = self._world.bootstrap
         assert bootstrap is not None, "a world that is ready has one"
         with self._control_lock:
-            self._control = connect_served(bootstrap.address("control"), bootstrap.key)
+            # Not after a close, which has looked for it already; on a world that is going, calls are refused with the cause.
+            if self.state is WorldState.READY:
+                self._control = connect_served(bootstrap.address("control"), bootstrap.key)
 
     def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
         with self._control_lock:

@@ -123,8 +123,8 @@ def main() -> None:
     world = MpiWorld()
     set_process_name(f"headrace:{world.rank}")
     report = Reporter(bootstrap, world)
-    report.hello()
     try:
+        report.hello()
         (lead if world.rank == 0 else follow)(bootstrap, world, report)
     except BaseException as error:
         traceback.print_exc()
