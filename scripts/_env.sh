@@ -47,7 +47,8 @@ choose_python() {
   elsewhere: install one from python.org, or name yours with PYTHON=/path/to/python"
 }
 
-identity() { "$1" -c 'import sys; print(sys.version, sys._base_executable)' 2>/dev/null; }
+# Of an interpreter or an environment made with it: the same.
+identity() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
 
 # What this level is made from, as one line.
 wanted_stamp() {
