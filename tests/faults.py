@@ -7,8 +7,9 @@ from typing import Any
 
 from headrace.ipc.channel import End
 from headrace.ipc.codec import Codec, Kind, Role
-from headrace.ipc.ends import BaseEnd, Transport
+from headrace.ipc.ends import BaseEnd
 from headrace.ipc.messages import AnyMessage
+from headrace.ipc.transport import Transport
 
 Parts = list[bytes]
 

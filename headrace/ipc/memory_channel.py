@@ -17,7 +17,8 @@ from typing import Any
 from headrace.errors import ChannelError
 from headrace.ipc.channel import Address, Channel, End, Poller, ServedChannel
 from headrace.ipc.codec import Role
-from headrace.ipc.ends import AsyncWaiters, BaseEnd, BinderEnd, ConnectorEnd, PairEnd, Transport, milliseconds
+from headrace.ipc.ends import BaseEnd, BinderEnd, ConnectorEnd, PairEnd
+from headrace.ipc.transport import AsyncWaiters, Transport, milliseconds
 
 #: frames that wait in one queue before ``send`` reports the channel as full
 CAPACITY = 1024

@@ -14,7 +14,8 @@ import zmq
 from headrace.errors import ChannelError
 from headrace.ipc.channel import Address, Channel, End, Poller, ServedChannel
 from headrace.ipc.codec import MAX_EXTRA_PARTS, MAX_PART_BYTES
-from headrace.ipc.ends import AsyncWaiters, BaseEnd, BinderEnd, ConnectorEnd, PairEnd, Transport, milliseconds
+from headrace.ipc.ends import BaseEnd, BinderEnd, ConnectorEnd, PairEnd
+from headrace.ipc.transport import AsyncWaiters, Transport, milliseconds
 
 #: Frames that wait on each side of a connection before ``send`` reports the channel as full. A result frame belongs to one engine step and
 #: a burst of requests is one frame, so this is a second or more of everything, and small enough that a reader who stalls is noticed.
