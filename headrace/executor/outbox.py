@@ -64,6 +64,9 @@ class Outbox:
             self._closed = True
             self._queue.clear()
             self._channel.close()
+            # Nothing fails any more. Kept, its owner's method would keep the owner, which keeps us: a cycle, and in it a descriptor that
+            # would stay open until the next collection.
+            self._on_send_failed = lambda request_ids, error: None
 
     def _send_all(self) -> bool:
         queue = self._queue
