@@ -1,4 +1,4 @@
-"""Real worlds with the echo engine for the tests of this folder: how to start one, what belongs to it, and whether anything of it is left."""
+"""Real worlds with the echo engine for the tests of this folder: how to start one, what belongs to it, whether anything of it is left."""
 
 from __future__ import annotations
 
