@@ -109,6 +109,22 @@ def test_an_interrupt_ends_it_with_130_and_one_line(many_prompts):
     assert (code, err) == (130, "headrace: interrupted\n")
 
 
+def test_repeated_interrupts_end_it_also_where_nobody_reads(many_prompts):
+    with Running("generate", "--prompt-file", many_prompts, *ECHO, "--json", "--stream") as running:
+        assert running.process.stdout.readline()
+
+        # We read no more, so it comes to stand in a write to the full pipe, which the first interrupt does not end.
+        def interrupted() -> bool:
+            running.process.send_signal(signal.SIGINT)
+            try:
+                return running.process.wait(timeout=0.5) is not None
+            except subprocess.TimeoutExpired:
+                return False
+
+        wait_until(interrupted)
+        assert running.process.returncode in (130, -signal.SIGINT)
+
+
 def test_an_interrupt_while_the_world_starts_ends_it_with_130():
     # Interrupted as soon as there is the process of a rank, which is before any of them is ready.
     with Running("generate", PROMPT, *ECHO, "--tp", "2") as running:
