@@ -109,4 +109,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
