@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def world(ranks: int = 1, **options) -> Iterator[GenerationExecutorProxy]:
         yield executor
     finally:
         executor.close()
+
+
+@contextlib.contextmanager
+def shared_world(ranks: int = 1, **options) -> Iterator[GenerationExecutorProxy]:
+    """One for all tests of a module. They get a weak reference, for pytest keeps the values of fixtures until after its leak check; and
+    every connection is there before the first of them looks, for sockets connect in the background.
+    """
+    with world(ranks, **options) as executor:
+        executor.ping(LONG)
+        submit(executor, [1], max_tokens=1)[0].result(LONG)
+        yield weakref.proxy(executor)
 
 
 def submit(
