@@ -79,6 +79,12 @@ class LLM:
             from headrace.checkpoint import resolve_model
 
             path = str(resolve_model(str(model)).resolve())
+        source = tokenizer if tokenizer is not None else (path if path != "echo" else None)
+        self._tokenizer = None
+        if runner == "echo" and source is not None and echo is None:
+            # Its vocabulary is that of the tokenizer, so that it answers texts with texts.
+            self._tokenizer = _load_tokenizer(source)
+            echo = EchoConfig(vocab_size=self._tokenizer.vocab_size)
         config = EngineConfig(
             model=path,
             runner=runner,
@@ -96,8 +102,8 @@ class LLM:
         self._executor = GenerationExecutorProxy(config, MpiLauncher(find_mpi(mpi)), start_timeout=start_timeout, on_progress=listener)
         try:
             self._executor.launch()
-            # While the world loads.
-            self._tokenizer = None if path == "echo" and tokenizer is None else _load_tokenizer(path if tokenizer is None else tokenizer)
+            if self._tokenizer is None and source is not None:
+                self._tokenizer = _load_tokenizer(source)  # while the world loads
             self.facts: EngineFacts = self._executor.wait_ready()
         except BaseException:
             self._executor.close()

@@ -41,7 +41,12 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
         raise ModelError(f"runner {config.runner!r} runs no model; use 'torch'")
     # GNU OpenMP spins between parallel regions by default, which starves whoever else needs the cores; read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from headrace.engine.runners.torch_runner import TorchRunner
+    try:
+        from headrace.engine.runners.torch_runner import TorchRunner
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModelError('runner "torch" needs PyTorch, which is not installed: pip install "headrace[torch]"') from None
 
     with open_checkpoint(config.model) as checkpoint:
         return TorchRunner(config, checkpoint, collectives, progress)
