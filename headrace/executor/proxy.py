@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Sequence
 
 from headrace.config import EngineConfig, EngineFacts
@@ -175,10 +176,19 @@ class GenerationExecutorProxy:
                 self._control = connect_served(bootstrap.address("control"), bootstrap.key)
 
     def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
-        with self._control_lock:
+        deadline = time.monotonic() + timeout
+        if not self._control_lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
+            raise TimeoutError(f"{type(message).__name__}: other calls took all of its {timeout} s")
+        try:
             if self.state is not WorldState.READY or self._control is None:
                 raise self._refusal()
-            reply = self._control.call(message, timeout)
+            reply = self._control.call(message, max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if self.state is not WorldState.READY:
+                raise self._refusal() from None
+            raise
+        finally:
+            self._control_lock.release()
         if isinstance(reply, ControlError):
             raise RequestError(f"{type(message).__name__} failed: {reply.error}")
         return reply

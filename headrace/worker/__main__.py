@@ -29,6 +29,9 @@ log = logging.getLogger("headrace.worker")
 
 #: seconds that one try of a start-up report waits for the proxy's acknowledgement
 NOTIFY_TIMEOUT = 2.0
+#: A minute in all, for a user process that is stopped (Ctrl-Z) or busy while its world starts. One that is dead is noticed by the guard,
+#: and how long a start may take is for the proxy to say.
+NOTIFY_ATTEMPTS = 30
 #: a rank reports its loading in steps of this share, so that a fast load does not flood the channel
 PROGRESS_SHARE = 0.02
 
@@ -46,7 +49,7 @@ class Reporter:
 
     def hello(self) -> None:
         """Who this is; acknowledged, so that the proxy watches the process before anything heavy begins."""
-        self._channel.notify(Hello(self._rank, self._size, os.getpid(), socket.gethostname()), timeout=NOTIFY_TIMEOUT)
+        self._channel.notify(Hello(self._rank, self._size, os.getpid(), socket.gethostname()), NOTIFY_TIMEOUT, NOTIFY_ATTEMPTS)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """A ProgressHook. Losing one of these is no harm, so they are not acknowledged."""
@@ -59,7 +62,7 @@ class Reporter:
 
     def ready(self, message: Ready) -> None:
         """Every rank can run steps."""
-        self._channel.notify(message, timeout=NOTIFY_TIMEOUT)
+        self._channel.notify(message, NOTIFY_TIMEOUT, NOTIFY_ATTEMPTS)
 
     def failed(self, error: BaseException) -> None:
         """Why this rank cannot go on."""

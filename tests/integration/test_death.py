@@ -143,6 +143,22 @@ def test_other_signals_are_named_too(number, started):
 
 
 @pytest.mark.kill
+def test_a_control_call_to_a_world_that_dies_is_told_so(started):
+    """A57: it asked a rank that was alive, and stopped."""
+    executor = started()
+    processes = pids(executor)
+    os.kill(processes["rank0"], signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(executor.ping, 2.0)
+        assert eventually(executor._control_lock.locked)
+        with pytest.raises(TimeoutError, match="other calls"):
+            executor.ping(0.01)
+        os.kill(processes["rank0"], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 0"):
+            future.result(LONG)
+
+
+@pytest.mark.kill
 def test_all_ranks_killed_at_once_is_one_death(started):
     """A23."""
     executor = started(3, step_time=0.002)

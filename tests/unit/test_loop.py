@@ -15,9 +15,26 @@ from headrace.engine.base import StepOutputs
 from headrace.engine.echo import EchoEngine, EchoRunner, echo_token
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
-from headrace.ipc.messages import Buffer, Cancel, Deltas, Loaded, Plan, PlanEnd, RequestHead, Shutdown, ShutdownDone, Submit
+from headrace.ipc.messages import (
+    Buffer,
+    Cancel,
+    ControlError,
+    Deltas,
+    GetStats,
+    Loaded,
+    Ping,
+    Plan,
+    PlanEnd,
+    Pong,
+    RequestHead,
+    Shutdown,
+    ShutdownDone,
+    Stats,
+    Submit,
+)
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
+from headrace.worker.control import ControlServer
 from headrace.worker.loop import Follower, Leader, PlanSender
 from tests.clock import ManualClock
 from tests.faults import Limited
@@ -392,6 +409,28 @@ def test_a_step_that_raises_is_a_fault_of_the_world(make_rig):
     rig.iterate()
     with pytest.raises(RuntimeError, match="step 1"):
         rig.iterate()
+
+
+# --- control
+
+
+def test_a_control_call_that_fails_tells_its_caller_only(rig, caplog):
+    """A57."""
+    key, address = new_key(), Address(channel="control", endpoint=f"memory://loop-control-{next(_names)}", peer="proxy")
+    binder, caller = memory_channel.bind_served(address, key), memory_channel.connect_served(address, key)
+    server = ControlServer(binder, rig.leader, rig.engine)
+    rig.submit(0, [1])
+    rig.iterate()
+    assert server.answer(Ping()) == Pong(steps=1, step_age=0.0)
+    assert server.answer(GetStats()) == Stats(values={**rig.engine.stats(), "bad_messages": 0})
+    rig.engine.stats = lambda: 1 / 0
+    assert server.answer(GetStats()) == ControlError(error="ZeroDivisionError: division by zero")
+    assert server.answer(Shutdown(True)) == ControlError(error="unknown call Shutdown")
+    assert "GetStats failed" in caplog.text
+    rig.iterate(2)
+    assert rig.read().finish == {0: FinishReason.LENGTH}
+    caller.close()
+    binder.close()
 
 
 # --- the other ranks

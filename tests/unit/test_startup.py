@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import socket
+import threading
 
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.errors import NotAcknowledgedError
 from headrace.executor.startup import Startup, startup_error
+from headrace.ipc import memory_channel, zmq_channel
+from headrace.ipc.bootstrap import Bootstrap
+from headrace.ipc.channel import new_key
 from headrace.ipc.messages import Failed, Hello, Progress
+from headrace.worker import __main__ as worker
 
 
 def hello(rank: int, host: str | None = None) -> Hello:
@@ -46,3 +55,68 @@ def test_a_failure_names_rank_pid_and_cause():
     error = startup_error(Failed(rank=2, pid=77, error="no such file", traceback="Traceback ..."))
     assert str(error) == "rank 2 (pid 77) failed to start: no such file"
     assert (error.rank, error.pid, error.remote_cause) == (2, 77, "Traceback ...")
+
+
+class World:
+    """A rank's place, without MPI."""
+
+    rank, size = 1, 2
+
+    def __init__(self) -> None:
+        self.aborted: list[int] = []
+
+    def abort(self, code: int) -> None:
+        self.aborted.append(code)
+
+
+def test_a_rank_waits_for_a_user_process_that_is_stopped(monkeypatch):
+    """A10: Ctrl-Z, or a listener that takes its time. Three tries would be over before the user process reads again."""
+    monkeypatch.setattr(zmq_channel, "connect_served", memory_channel.connect_served)
+    monkeypatch.setattr(worker, "NOTIFY_TIMEOUT", 0.02)
+    config = EngineConfig(model="echo", runner="echo")
+    bootstrap = Bootstrap(key=new_key(), owner_pid=0, endpoints={"init": "memory://reporter"}, plan_endpoint="", config=config)
+    binder = memory_channel.bind_served(bootstrap.address("init"), bootstrap.key)
+    reporter = worker.Reporter(bootstrap, World())
+    rank = threading.Thread(target=reporter.hello)
+    rank.start()
+    tries = threading.Event()
+    while reporter._channel.stats.sent < 5 and rank.is_alive():
+        tries.wait(0.005)
+    received = binder.recv(20.0)
+    assert received is not None and received.message.rank == 1
+    while rank.is_alive() and binder.recv(0.01) is None:  # acknowledges the other tries, which bring nothing new
+        pass
+    rank.join(20.0)
+    assert not rank.is_alive() and reporter._channel.stats.received >= 1
+    reporter._channel.close()
+    binder.close()
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_rank_that_cannot_start_reports_why_and_aborts_the_world(deaf, monkeypatch, capsys):
+    """A9: also when it is the very first report that nobody acknowledged. Left to the interpreter, MPI would wait for the other ranks."""
+    world, reported = World(), []
+
+    class Reporter:
+        def __init__(self, *place) -> None:
+            pass
+
+        def hello(self) -> None:
+            raise NotAcknowledgedError("nobody answers")
+
+        def failed(self, error) -> None:
+            reported.append(str(error))
+            if deaf:
+                raise NotAcknowledgedError("nobody answers this either")
+
+    for name, value in {
+        "read_bootstrap": lambda path: type("Bootstrap", (), {"owner_pid": 0}),
+        "guard": lambda pid: None,
+        "MpiWorld": lambda: world,
+        "set_process_name": lambda name: None,
+        "Reporter": Reporter,
+    }.items():
+        monkeypatch.setattr(worker, name, value)
+    monkeypatch.setattr("sys.argv", ["worker", "file"])
+    worker.main()
+    assert world.aborted == [1] and reported == ["nobody answers"] and "nobody answers" in capsys.readouterr().err
