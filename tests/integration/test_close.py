@@ -154,7 +154,7 @@ def test_ten_closes_from_ten_threads_are_one(started):
     def close(number: int) -> None:
         try:
             barrier.wait(LONG)
-            executor.close(drain=number % 3 == 0, timeout=3.0)
+            executor.close(drain=number % 3 == 0, timeout=2.0)
             assert executor.state is WorldState.CLOSED
         except BaseException as error:
             failures.append(error)
