@@ -176,6 +176,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[CHECKS] = Checks()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Function) -> None:
+    # pytest keeps a test's arguments until all its fixtures are torn down, and so alive what only a collected object gives back.
+    item.funcargs.clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None, object, object]:
     noted = request.config.stash[CHECKS].noted

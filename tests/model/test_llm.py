@@ -26,6 +26,10 @@ TO_THE_END = SamplingParams(max_tokens=64, ignore_eos=True)
 TO_EOS = SamplingParams(max_tokens=64)
 
 
+#: for what does not depend on the number of ranks
+WITH_TWO_RANKS = pytest.mark.parametrize("llm", [2], ids=["tp2"], indirect=True)
+
+
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=["tp1", "tp2", "tp3"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM("smollm2-135m", tensor_parallel_size=request.param, kv_cache_tokens=8192) as llm:
@@ -75,11 +79,13 @@ def test_greedy_with_end_of_sequence(llm: LLM) -> None:
         assert answer.stop_reason is None
 
 
+@WITH_TWO_RANKS
 def test_special_tokens_can_be_shown(llm: LLM) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True, skip_special_tokens=False)
     assert llm.generate(RESULTS[0]["prompt_text"], params).outputs[0].text == RESULTS[0]["text_ignore_eos_raw"]
 
 
+@WITH_TWO_RANKS
 def test_chat_equals_its_rendered_prompt(llm: LLM) -> None:
     chats = [result for result in RESULTS if result["chat"]]
     outputs = llm.chat([[{"role": "user", "content": result["prompt"]}] for result in chats], TO_EOS, use_tqdm=False)
@@ -89,6 +95,7 @@ def test_chat_equals_its_rendered_prompt(llm: LLM) -> None:
     assert one.outputs[0].text == chats[0]["text_stop_at_eos"]
 
 
+@WITH_TWO_RANKS
 def test_stop_string_over_several_tokens(llm: LLM) -> None:
     """A40: text and ids are cut at the same place, streaming or not, and the engine is told to stop."""
     result = RESULTS[0]
@@ -107,6 +114,7 @@ def test_stop_string_over_several_tokens(llm: LLM) -> None:
     assert kept.outputs[0].text == full[: full.index(stop) + len(stop)]
 
 
+@WITH_TWO_RANKS
 def test_stop_token_id(llm: LLM) -> None:
     """A40"""
     result = RESULTS[0]
@@ -116,6 +124,7 @@ def test_stop_token_id(llm: LLM) -> None:
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
 
 
+@WITH_TWO_RANKS
 def test_seeded_text_does_not_depend_on_neighbours(llm: LLM) -> None:
     """A43"""
     params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
@@ -127,6 +136,7 @@ def test_seeded_text_does_not_depend_on_neighbours(llm: LLM) -> None:
     assert len({tuple(output.outputs[0].token_ids) for output in batch}) > 1
 
 
+@WITH_TWO_RANKS
 def test_async_side_by_side(llm: LLM) -> None:
     """A20: await and async for, together in one loop."""
 
@@ -145,6 +155,7 @@ def test_async_side_by_side(llm: LLM) -> None:
     assert whole.outputs[0].token_ids == RESULTS[0]["output_ids_ignore_eos"]
 
 
+@WITH_TWO_RANKS
 def test_abort_keeps_the_text_so_far_and_disturbs_nobody(llm: LLM) -> None:
     """A16, A18"""
     victim = llm.generate_async(RESULTS[1]["prompt_text"], SamplingParams(max_tokens=2000, ignore_eos=True), streaming=True)
@@ -157,6 +168,7 @@ def test_abort_keeps_the_text_so_far_and_disturbs_nobody(llm: LLM) -> None:
     assert other.result(60).outputs[0].token_ids == RESULTS[2]["output_ids_ignore_eos"]
 
 
+@WITH_TWO_RANKS
 def test_a_refused_prompt_disturbs_nobody(llm: LLM) -> None:
     """A34"""
     with pytest.raises(RequestError, match=r"49152.*49151"):
