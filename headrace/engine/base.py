@@ -22,13 +22,23 @@ ProgressHook = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request, validated in the user process. ``prompt_token_ids``: int32 [n], n >= 1. ``max_tokens`` and ``seed`` are resolved."""
+    """One request, validated in the user process.
+
+    Attributes:
+        prompt_token_ids: int32 [n], n >= 1.
+        max_tokens: most tokens that are still to come.
+        seed: of its sampling; a token is keyed by the seed and its position, counted from the beginning of the prompt.
+        num_generated: so many tokens at the end of the prompt are its own output, from a world that has died.
+        priority: higher runs first; equal ones keep their order.
+    """
 
     request_id: int
     prompt_token_ids: Int32
     params: SamplingParams
     max_tokens: int
     seed: int
+    num_generated: int = 0
+    priority: float = 0.5
 
 
 @dataclass(slots=True)
