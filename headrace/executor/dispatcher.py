@@ -1,4 +1,4 @@
-"""The dispatch thread of one world: it starts the world, reads everything that comes back, and executes what the state machines decide.
+"""The dispatch thread: it starts worlds, reads everything that comes back, and executes what the state machines decide.
 
 One thread for all of it, because the order matters: results that a rank sent before it died are delivered before its death is. It also is
 the parent of the world's root process, and reaps it.
@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, EngineDeadError, HeadraceError, StartupError
 from headrace.executor.launchers.base import Launcher
-from headrace.executor.ledger import Ledger
+from headrace.executor.ledger import Cancelled, Ledger
 from headrace.executor.lifecycle import (
     Action,
     Announce,
@@ -30,19 +30,23 @@ from headrace.executor.lifecycle import (
     Fail,
     Gone,
     Kill,
+    Launch,
     Lifecycle,
     Lost,
+    Release,
+    RestartPolicy,
+    Resume,
     SendShutdown,
     Started,
+    Suspend,
     WorldState,
 )
-from headrace.executor.monitor import WorldMonitor
-from headrace.executor.outbox import Outbox
-from headrace.executor.result import Mailbox, Waiter, wake
-from headrace.executor.session import Session
-from headrace.executor.startup import ProgressListener, Startup, startup_error
-from headrace.ipc.bootstrap import FILE_NAME, Bootstrap, local_bootstrap, write_bootstrap
-from headrace.ipc.channel import Channel, End, Poller, ServedChannel, new_key
+from headrace.executor.live import LiveRequest
+from headrace.executor.outbox import Admitted
+from headrace.executor.result import Waiter, wake
+from headrace.executor.startup import ProgressListener, startup_error
+from headrace.executor.world import World
+from headrace.ipc.channel import End, Poller
 from headrace.ipc.messages import AnyMessage, Deltas, Failed, Hello, Progress, Ready, Shutdown
 from headrace.outputs import FinishReason
 
@@ -77,37 +81,40 @@ class Doorbell:
 
 
 class Dispatcher:
-    """State and thread of one world, from ``start`` until ``thread`` has ended."""
+    """State and thread of one executor, over all its worlds, from ``thread.start`` until the thread has ended."""
 
-    def __init__(self, config: EngineConfig, launcher: Launcher, start_timeout: float, on_progress: ProgressListener | None) -> None:
-        self.lock = threading.Lock()
-        self.ledger: Ledger[Mailbox] = Ledger()
-        self.lifecycle = Lifecycle(time.monotonic(), start_timeout)
-        self.startup = Startup(config.tensor_parallel_size)
+    def __init__(
+        self,
+        config: EngineConfig,
+        launcher: Launcher,
+        start_timeout: float,
+        policy: RestartPolicy,
+        on_progress: ProgressListener | None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.ledger: Ledger[LiveRequest] = Ledger()
+        self.lifecycle = Lifecycle(time.monotonic(), start_timeout, policy)
+        self.facts: EngineFacts | None = None
         self.bad_frames = 0
         self.faults = 0
-        # Set once the start is over, one way or the other.
+        # Set once the first start is over, one way or the other.
         self.start_over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="headrace-dispatch", daemon=True)
+        self.replayable = policy.attempts > 0
+        # The world that there is, or was: another takes its place when it is launched. Replaced under the lock.
+        self.world = World(config)
+        self._config = config
+        self._launcher = launcher
+        self._max_deaths = policy.max_deaths
+        self._on_progress = on_progress
         # From any thread, finalizer or signal handler: ids to cancel, and closes.
         self._inbox: deque[int | Close] = deque()
         self._bell = Doorbell()
-        self._config = config
-        self._launcher = launcher
-        self._on_progress = on_progress
-        # In the order in which `_open` makes them; None before that and after `_close`.
-        self._session: Session | None = None
-        self.bootstrap: Bootstrap | None = None
-        self._init: ServedChannel | None = None
-        self._results: Channel | None = None
-        self.outbox: Outbox | None = None
         self._poller: Poller | None = None
-        self._monitor: WorldMonitor | None = None
         self._handlers: dict[End | int, Handler] = {}
-        self._kills = 0
         self._retry_at: float | None = None
-        # Ends the loop: everything of the world has been given back.
-        self._released = False
+        # The thread ends: no world will follow.
+        self._ended = False
 
     def post(self, item: int | Close) -> None:
         """Hand an id to cancel, or a close, to the thread. Takes no lock and never blocks."""
@@ -116,22 +123,20 @@ class Dispatcher:
 
     def flush(self) -> None:
         """Send what is in the outbox; if the channel is full, the thread tries again."""
-        if self.outbox is not None and not self.outbox.flush():
+        outbox = self.world.outbox
+        if outbox is not None and not outbox.flush():
             self._retry_at = time.monotonic() + RETRY_FULL
             self._bell.ring()
 
     # --- the thread
 
     def _run(self) -> None:
-        try:
-            self._open()
-        except Exception as error:
-            cause = error if isinstance(error, StartupError) else StartupError(f"the world could not be started: {error}")
-            log.debug("no world", exc_info=True)
-            self._handle(Lost(cause))
-            if self._monitor is None:
-                self._handle(Gone(cause))
-        while not self._released:
+        from headrace.ipc.zmq_channel import ZmqPoller
+
+        self._poller = ZmqPoller()
+        self._on(self._bell.fd, self._read_inbox)
+        self._launch()
+        while not self._ended:
             try:
                 self._turn()
             except Exception:
@@ -139,23 +144,21 @@ class Dispatcher:
                 self.faults += 1
                 log.exception("fault in the dispatch thread; it goes on")
 
-    def _open(self) -> None:
-        from headrace.ipc.zmq_channel import ZmqPoller, bind_pair, bind_served
-
-        self._session = session = Session()
-        self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self._config)
-        self._poller = ZmqPoller()
-        self._init = bind_served(bootstrap.address("init"), bootstrap.key)
-        self._results = bind_pair(bootstrap.address("result"), bootstrap.key)
-        self.outbox = Outbox(bind_pair(bootstrap.address("request"), bootstrap.key), self._send_failed)
-        self._on(self._results, self._read_results)
-        self._on(self._init, self._read_init)
-        self._on(self._bell.fd, self._read_inbox)
-        path = write_bootstrap(session.path, bootstrap)
-        world = self._launcher.launch(session.path, path, self._config.tensor_parallel_size)
-        self._monitor = WorldMonitor(world)
-        self._on(self._monitor.root_fd, self._root_died)
-        self._on(world.output_fd, self._read_output)
+    def _launch(self) -> None:
+        world = self.world
+        try:
+            world.open(self._launcher, self._send_failed)
+            assert world.results is not None and world.init is not None and world.monitor is not None
+            self._on(world.results, self._read_results)
+            self._on(world.init, self._read_init)
+            self._on(world.monitor.world.output_fd, self._read_output)
+            self._on(world.monitor.root_fd, self._root_died)
+        except Exception as error:
+            cause = error if isinstance(error, StartupError) else StartupError(f"the world could not be started: {error}")
+            log.debug("no world", exc_info=True)
+            self._handle(Lost(cause))
+            if world.monitor is None:
+                self._handle(Gone(cause))
 
     def _on(self, source: End | int, handler: Handler) -> None:
         assert self._poller is not None
@@ -170,7 +173,7 @@ class Dispatcher:
     def _turn(self) -> None:
         assert self._poller is not None
         ready = set(self._poller.wait(self._patience()))
-        # In the order of registration: results first, deaths last.
+        # In the order of registration: results before deaths.
         for source in [known for known in self._handlers if known in ready]:
             if (handler := self._handlers.get(source)) is not None:
                 handler()
@@ -178,18 +181,19 @@ class Dispatcher:
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             self.flush()
-        monitor = self._monitor
+        monitor = None if self.world.closed else self.world.monitor
         if monitor is not None:
-            starting = self.lifecycle.state is WorldState.STARTING
+            starting = self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING)
             if (error := monitor.loss(now, starting)) is not None:
                 self._handle(Lost(error))
             if monitor.gone:
                 self._handle(Gone(monitor.describe(starting)))
-        if not self._released and self.lifecycle.deadline is not None and now >= self.lifecycle.deadline:
-            self._handle(Expired(self.startup.report()))
+        if not self._ended and self.lifecycle.deadline is not None and now >= self.lifecycle.deadline:
+            self._handle(Expired(self.world.startup.report()))
 
     def _patience(self) -> float | None:
-        deadlines = [self.lifecycle.deadline, self._retry_at, self._monitor.deadline if self._monitor else None]
+        monitor = None if self.world.closed else self.world.monitor
+        deadlines = [self.lifecycle.deadline, self._retry_at, monitor.deadline if monitor is not None else None]
         due = [deadline for deadline in deadlines if deadline is not None]
         # A deadline may be infinite, and no wait can.
         return min(max(0.0, min(due) - time.monotonic()), threading.TIMEOUT_MAX) if due else None
@@ -197,9 +201,10 @@ class Dispatcher:
     # --- what arrives
 
     def _read_results(self) -> None:
-        assert self._results is not None
+        results = self.world.results
+        assert results is not None
         for _ in range(FRAMES_PER_TURN):
-            message = self._results.recv()
+            message = results.recv()
             if message is None:
                 return
             if isinstance(message, Deltas):
@@ -230,42 +235,49 @@ class Dispatcher:
                 end = start + count
                 delivery = ledger.delta(request_id, ending)
                 if delivery is not None:
-                    mailbox, finish_reason = delivery
-                    ended = mailbox.deliver(tokens[start:end], finish_reason, stop_reasons.get(request_id), errors.get(request_id))
+                    live, finish_reason = delivery
+                    fresh = tokens[start:end]
+                    if live.history is not None:
+                        live.history.extend(fresh)
+                    mailbox = live.mailbox
+                    ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
                     if ended and ending is None and ledger.stop_found(request_id):
                         stopped.append(request_id)
                     mailbox.take_waiters(waiters)
                 start = end
+            if stopped and self.world.outbox is not None:
+                self.world.outbox.put(*stopped)
+            if ledger.may_resume:
+                self._resume()
         wake(waiters)
-        if stopped and self.outbox is not None:
-            self.outbox.put(*stopped)
-            self.flush()
+        self.flush()
 
     def _read_init(self) -> None:
-        assert self._init is not None
-        while (received := self._init.recv()) is not None:
+        init = self.world.init
+        assert init is not None
+        # A report may end the world, and with it the channel.
+        while not self.world.closed and (received := init.recv()) is not None:
             self._on_init(received.message)
 
     def _on_init(self, message: AnyMessage) -> None:
-        starting = self.lifecycle.state is WorldState.STARTING
+        startup, monitor = self.world.startup, self.world.monitor
         if isinstance(message, Hello):
-            assert self._monitor is not None and self._session is not None
-            pid = self.startup.hello(message)
-            fd = None if pid is None else self._monitor.watch(message.rank, pid)
+            assert monitor is not None
+            pid = startup.hello(message)
+            fd = None if pid is None else monitor.watch(message.rank, pid)
             if fd is not None:
                 self._on(fd, lambda: self._rank_died(fd))
-            if self.startup.complete:
-                # Every rank has read the key: it leaves the disk.
-                (self._session.path / FILE_NAME).unlink(missing_ok=True)
+            if startup.complete:
+                self.world.forget_key_file()
             self._tell_progress(Progress(message.rank, "hello", 0, 0))
         elif isinstance(message, Progress):
-            self.startup.progress[message.rank] = message
+            startup.progress[message.rank] = message
             self._tell_progress(message)
         elif isinstance(message, Ready):
-            self.startup.facts = message.facts
+            self.facts = message.facts
             self._handle(Started())
         elif isinstance(message, Failed):
-            if starting:
+            if self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING):
                 self._handle(Lost(startup_error(message)))
             else:
                 text = f"rank {message.rank} (pid {message.pid}) failed: {message.error}"
@@ -286,32 +298,43 @@ class Dispatcher:
             item = self._inbox.popleft()
             if isinstance(item, Close):
                 self._handle(item)
-                continue
-            with self.lock:
-                # After its submit in the outbox, which was put there under the same lock.
-                if self.ledger.cancel(item) and self.outbox is not None:
-                    self.outbox.put(item)
+            else:
+                self._cancel(item)
         self.flush()
 
+    def _cancel(self, request_id: int) -> None:
+        waiters: list[Waiter] = []
+        with self.lock:
+            verdict, live = self.ledger.cancel(request_id)
+            if verdict is Cancelled.SEND and self.world.outbox is not None:
+                # Behind its submit, which was put there under the same lock.
+                self.world.outbox.put(request_id)
+            elif live is not None:
+                live.mailbox.deliver([], FinishReason.ABORT, None, None)
+                live.mailbox.take_waiters(waiters)
+        wake(waiters)
+
     def _read_output(self) -> None:
-        assert self._monitor is not None
-        fd = self._monitor.world.output_fd
-        for line in self._monitor.world.read_output():
+        assert self.world.monitor is not None
+        output = self.world.monitor.world
+        fd = output.output_fd
+        for line in output.read_output():
             worker_log.debug("%s", line)
-        if self._monitor.world.output_fd < 0:
+        if output.output_fd < 0:
             self._off(fd)
 
     def _rank_died(self, fd: int) -> None:
-        assert self._monitor is not None
+        assert self.world.monitor is not None
         self._off(fd)
-        self._monitor.rank_died(fd, time.monotonic())
+        self.world.monitor.rank_died(fd, time.monotonic())
 
     def _root_died(self) -> None:
-        assert self._monitor is not None
-        self._off(self._monitor.root_fd)
-        if self._monitor.world.output_fd >= 0:
+        monitor = self.world.monitor
+        assert monitor is not None
+        self._off(monitor.root_fd)
+        if monitor.world.output_fd >= 0:
             self._read_output()
-        self._monitor.root_died(time.monotonic())
+        monitor.root_died(time.monotonic())
 
     # --- what is decided
 
@@ -331,50 +354,70 @@ class Dispatcher:
         if isinstance(action, Announce):
             self.start_over.set()
         elif isinstance(action, SendShutdown):
-            assert self.outbox is not None
-            self.outbox.put(Shutdown(action.drain))
+            assert self.world.outbox is not None
+            self.world.outbox.put(Shutdown(action.drain))
             self.flush()
         elif isinstance(action, Fail):
             self._fail_all(action.error)
             self.start_over.set()
+        elif isinstance(action, Suspend):
+            self._suspend(action.error)
         elif isinstance(action, Kill):
-            if self._monitor is not None:
-                self._monitor.kill(hard=self._kills > 0)
-            self._kills += 1
+            self.world.kill()
+        elif isinstance(action, Release):
+            self._release()
+        elif isinstance(action, Launch):
+            with self.lock:
+                self.world = World(self._config)
+            self._launch()
+        elif isinstance(action, Resume):
+            with self.lock:
+                self._resume()
+            self.flush()
         else:
-            self._close()
+            self._ended = True
 
     def _fail_all(self, error: HeadraceError) -> None:
+        with self.lock:
+            victims = self.ledger.died()
+        self._fail(victims, error)
+
+    def _suspend(self, error: EngineDeadError) -> None:
         waiters: list[Waiter] = []
         with self.lock:
-            for mailbox in self.ledger.died():
-                mailbox.fail(error)
-                mailbox.take_waiters(waiters)
+            suspended = self.ledger.suspend(self._max_deaths)
+            for live in suspended.aborted:
+                live.mailbox.deliver([], FinishReason.ABORT, None, None)
+                live.mailbox.take_waiters(waiters)
+            log.warning("%d requests wait for the next world", len(self.ledger))
         wake(waiters)
+        if suspended.convicted:
+            log.error("a request that was present at %d deaths, at last alone, is failed", self._max_deaths)
+            self._fail(suspended.convicted, error)
+
+    def _resume(self) -> None:
+        """Queue what the ledger wants sent; holds the lock, and ``flush`` follows."""
+        assert self.world.outbox is not None
+        self.world.outbox.put(*(Admitted(request_id, live.rest()) for request_id, live in self.ledger.resume()))
 
     def _send_failed(self, request_ids: list[int], error: Exception) -> None:
         log.error("a message could not be sent: %s", error)
-        waiters: list[Waiter] = []
-        fault = ChannelError(f"the request could not be sent: {error}")
         with self.lock:
-            for request_id in request_ids:
-                mailbox = self.ledger.send_failed(request_id)
-                if mailbox is not None:
-                    mailbox.fail(fault)
-                    mailbox.take_waiters(waiters)
+            failed = [live for request_id in request_ids if (live := self.ledger.send_failed(request_id)) is not None]
+        self._fail(failed, ChannelError(f"the request could not be sent: {error}"))
+
+    def _fail(self, victims: list[LiveRequest], error: HeadraceError) -> None:
+        """End the readers of requests that have left the ledger."""
+        waiters: list[Waiter] = []
+        with self.lock:
+            for live in victims:
+                live.mailbox.fail(error)
+                live.mailbox.take_waiters(waiters)
         wake(waiters)
 
-    def _close(self) -> None:
-        """Give back everything, whatever was opened."""
-        # First: were it to fail half-way, a loop that went on would find its sources closed, in every turn, for ever.
-        self._released = True
-        if self.outbox is not None:
-            self.outbox.close()
-        for end in (self._init, self._results):
-            if end is not None:
-                end.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        if self._session is not None:
-            self._session.remove()
-        self._handlers.clear()
+    def _release(self) -> None:
+        """The world's processes are gone. Its sources are forgotten first, or a fault half-way would leave closed ones to wait for."""
+        bell = self._bell.fd
+        for source in [source for source in self._handlers if source != bell]:
+            self._off(source)
+        self.world.close()

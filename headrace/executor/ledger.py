@@ -1,38 +1,48 @@
 """The ledger: every admitted request has exactly one ending. Pure: events in, verdicts out; no threads, no sockets, no clock.
 
 ``admitted = finished + aborted + failed + timed_out + dead + live`` holds after every event. A request is *live* from its registration
-until its terminal record from the world, or until the world dies. An illegal event raises and changes nothing.
+until its terminal record from the world, until it is ended while no world has it, or until the world dies for good.
 
-    event          LIVE                        CANCELLING               STOPPING                  (absent)
-    register       illegal                     illegal                  illegal                   -> LIVE
-    delta          deliver                     deliver                  drop                      count late or unknown
-    delta + finish deliver, end as finish      deliver, end as ABORTED  drop, end as FINISHED     count late or unknown
-                                               (as finish if it failed
-                                               or timed out)
-    cancel         -> CANCELLING, send cancel  nothing                  nothing                   nothing
-    stop found     -> STOPPING, send cancel    -> STOPPING              illegal                   illegal
-    send failed    end as FAILED               end as FAILED            illegal                   nothing
-    world died     end as DEAD                 end as DEAD              end as FINISHED           -
+    event          HELD           SENT                    CANCELLING              STOPPING            (absent)
+    register       illegal        illegal                 illegal                 illegal             -> SENT, or HELD
+    delta          count late     deliver                 deliver                 drop                count late or unknown
+    delta + finish count late     deliver, end as finish  deliver, end as finish  drop, end FINISHED  count late or unknown
+    cancel         end ABORTED    -> CANCELLING, send     nothing                 nothing             nothing
+    stop found     illegal        -> STOPPING, send       -> STOPPING             illegal             illegal
+    send failed    illegal        end FAILED              end FAILED              illegal             nothing
+    suspended      HELD           HELD, or end DEAD       end ABORTED             end FINISHED        -
+    resumed        -> SENT        illegal                 illegal                 illegal             -
+    died           end DEAD       end DEAD                end DEAD                end FINISHED        -
 
-STOPPING is a request whose stop string was found in the user process: its reader has its ending already, the world has not confirmed it.
+A request that is CANCELLING and finishes by itself is reported as aborted: who has asked for the end must not be told of another. STOPPING
+is a request whose stop string was found in the user process: its reader has its ending already, the world has not confirmed it. HELD is one
+that no world has: the last one died under it, or died before it was sent.
+
+*Isolation.* A death counts against every request that the world had. From SUSPECT_DEATHS on a request is a suspect, and at most one suspect
+is with a world at a time; if the world dies again, and by then it has ``max_deaths``, the suspect is ended as DEAD. So a request that kills
+its world each time is found and ended, and the others, suspects or not, finish.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from headrace.outputs import FinishReason
 
 H = TypeVar("H")
 
+#: deaths from which a request is sent only while no other suspect is
+SUSPECT_DEATHS = 2
+
 
 class Phase(enum.Enum):
     """Where a live request stands, seen from the user process."""
 
-    LIVE = enum.auto()
+    HELD = enum.auto()
+    SENT = enum.auto()
     CANCELLING = enum.auto()
     STOPPING = enum.auto()
 
@@ -60,15 +70,31 @@ class IllegalEvent(RuntimeError):
     """An event that cannot happen in this state: a bug of ours. The ledger is as it was."""
 
 
-class _Entry(Generic[H]):
-    __slots__ = ("handle", "phase")
+class Cancelled(enum.Enum):
+    """What a cancel asks for."""
 
-    def __init__(self, handle: H) -> None:
+    NOTHING = enum.auto()
+    SEND = enum.auto()
+    ENDED = enum.auto()
+
+
+class Suspended(NamedTuple, Generic[H]):
+    """Whom a death ends although another world follows."""
+
+    aborted: list[H]
+    convicted: list[H]
+
+
+class _Entry(Generic[H]):
+    __slots__ = ("deaths", "handle", "phase")
+
+    def __init__(self, handle: H, phase: Phase) -> None:
         self.handle = handle
-        self.phase = Phase.LIVE
+        self.phase = phase
+        self.deaths = 0
 
     def __repr__(self) -> str:
-        return f"<{self.phase.name} {self.handle!r}>"
+        return f"<{self.phase.name} deaths={self.deaths} {self.handle!r}>"
 
 
 class Ledger(Generic[H]):
@@ -79,8 +105,13 @@ class Ledger(Generic[H]):
         self._live: dict[int, _Entry[H]] = {}
         # Ids are handed out in rising order, so an absent id up to this one is late, one above it was never ours.
         self._highest_id = -1
+        # The suspect that the world has, if it has one.
+        self._suspect: int | None = None
+        # How many are HELD.
+        self._held = 0
         self.admitted = 0
         self.outcomes: Counter[Outcome] = Counter()
+        self.replayed = 0
         self.late_deltas = 0
         self.unknown_deltas = 0
 
@@ -93,26 +124,23 @@ class Ledger(Generic[H]):
     def __repr__(self) -> str:
         return f"<Ledger {self.counters()}>"
 
-    def register(self, requests: Sequence[tuple[int, H]]) -> None:
-        """Admit (id, handle) pairs, all or none. Ids rise over the life of the ledger."""
+    def register(self, requests: Sequence[tuple[int, H]], held: bool = False) -> None:
+        """Admit (id, handle) pairs, all or none; ``held``: there is no world to send them to. Ids rise over the life of the ledger."""
         last = self._highest_id
         for request_id, _ in requests:
             if request_id <= last:
                 raise IllegalEvent(f"request id {request_id} does not rise above {last}")
             last = request_id
         for request_id, handle in requests:
-            self._live[request_id] = _Entry(handle)
+            self._live[request_id] = _Entry(handle, Phase.HELD if held else Phase.SENT)
+        self._held += len(requests) * held
         self._highest_id = last
         self.admitted += len(requests)
 
     def delta(self, request_id: int, finish: FinishReason | None) -> tuple[H, FinishReason | None] | None:
-        """A delta arrived: the handle to deliver it to and with which ending, or None when it is to be dropped.
-
-        With ``finish`` the request leaves. A cancel that crosses the last step on its way still ends the request as aborted: who has
-        asked for the end must not be told that there was another.
-        """
+        """A delta arrived: the handle to deliver it to and with which ending, or None when it is to be dropped."""
         entry = self._live.get(request_id)
-        if entry is None:
+        if entry is None or entry.phase is Phase.HELD:
             if request_id > self._highest_id:
                 self.unknown_deltas += 1
             else:
@@ -120,26 +148,29 @@ class Ledger(Generic[H]):
             return None
         stopping = entry.phase is Phase.STOPPING
         if finish is not None:
-            if entry.phase is Phase.CANCELLING and OUTCOME_OF_FINISH[finish] is Outcome.FINISHED:
-                finish = FinishReason.ABORT
-            del self._live[request_id]
-            self.outcomes[Outcome.FINISHED if stopping else OUTCOME_OF_FINISH[finish]] += 1
+            outcome = OUTCOME_OF_FINISH[finish]
+            if entry.phase is Phase.CANCELLING and outcome is Outcome.FINISHED:
+                finish, outcome = FinishReason.ABORT, Outcome.ABORTED
+            self._end(request_id, Outcome.FINISHED if stopping else outcome)
         return None if stopping else (entry.handle, finish)
 
-    def cancel(self, request_id: int) -> bool:
-        """Whether a cancel must be sent; asking again, or for a request that has ended, is nothing."""
+    def cancel(self, request_id: int) -> tuple[Cancelled, H | None]:
+        """What is to be done; with ENDED the handle to end as aborted. Asking again, or for a request that has ended, is nothing."""
         entry = self._live.get(request_id)
-        if entry is None or entry.phase is not Phase.LIVE:
-            return False
+        if entry is None or entry.phase in (Phase.CANCELLING, Phase.STOPPING):
+            return Cancelled.NOTHING, None
+        if entry.phase is Phase.HELD:
+            self._end(request_id, Outcome.ABORTED)
+            return Cancelled.ENDED, entry.handle
         entry.phase = Phase.CANCELLING
-        return True
+        return Cancelled.SEND, None
 
     def stop_found(self, request_id: int) -> bool:
         """The reader's text is complete: later deltas are dropped. Whether a cancel must be sent."""
         entry = self._live.get(request_id)
-        if entry is None or entry.phase is Phase.STOPPING:
+        if entry is None or entry.phase in (Phase.STOPPING, Phase.HELD):
             raise IllegalEvent(f"stop found for request {request_id}, which is {entry!r}")
-        send = entry.phase is Phase.LIVE
+        send = entry.phase is Phase.SENT
         entry.phase = Phase.STOPPING
         return send
 
@@ -148,27 +179,78 @@ class Ledger(Generic[H]):
         entry = self._live.get(request_id)
         if entry is None:
             return None
-        if entry.phase is Phase.STOPPING:
-            raise IllegalEvent(f"request {request_id} has output but was never sent")
-        del self._live[request_id]
-        self.outcomes[Outcome.FAILED] += 1
+        if entry.phase in (Phase.STOPPING, Phase.HELD):
+            raise IllegalEvent(f"sending request {request_id} failed, which is {entry!r}")
+        self._end(request_id, Outcome.FAILED)
         return entry.handle
 
+    def suspend(self, max_deaths: int) -> Suspended[H]:
+        """The world died and another follows: hold what it had, and say whom the death ends all the same."""
+        aborted, convicted = [], []
+        for request_id, entry in list(self._live.items()):
+            if entry.phase is Phase.CANCELLING:
+                aborted.append(entry.handle)
+                self._end(request_id, Outcome.ABORTED)
+            elif entry.phase is Phase.STOPPING:
+                self._end(request_id, Outcome.FINISHED)
+            elif entry.phase is Phase.SENT:
+                entry.deaths += 1
+                if entry.deaths >= max_deaths and request_id == self._suspect:
+                    convicted.append(entry.handle)
+                    self._end(request_id, Outcome.DEAD)
+                else:
+                    entry.phase = Phase.HELD
+                    self._held += 1
+        self._suspect = None
+        return Suspended(aborted, convicted)
+
+    def resume(self) -> Iterator[tuple[int, H]]:
+        """What is to be sent now, in order of admission, and counts as sent: all that is held, but of the suspects one at a time."""
+        if not self._held:
+            return
+        for request_id, entry in self._live.items():
+            if entry.phase is not Phase.HELD:
+                continue
+            if entry.deaths >= SUSPECT_DEATHS:
+                if self._suspect is not None:
+                    continue
+                self._suspect = request_id
+            entry.phase = Phase.SENT
+            self._held -= 1
+            self.replayed += entry.deaths > 0
+            yield request_id, entry.handle
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether a suspect is held and the world has none: after an ending, ``resume`` has something to do."""
+        return self._held > 0 and self._suspect is None
+
     def died(self) -> list[H]:
-        """The world is gone: handles to fail. The ledger is empty afterwards."""
-        victims = [entry.handle for entry in self._live.values() if entry.phase is not Phase.STOPPING]
-        self.outcomes[Outcome.DEAD] += len(victims)
-        self.outcomes[Outcome.FINISHED] += len(self._live) - len(victims)
-        self._live.clear()
+        """No world follows: handles to fail. The ledger is empty afterwards."""
+        victims = []
+        for request_id, entry in list(self._live.items()):
+            if entry.phase is Phase.STOPPING:
+                self._end(request_id, Outcome.FINISHED)
+            else:
+                victims.append(entry.handle)
+                self._end(request_id, Outcome.DEAD)
         return victims
 
     def counters(self) -> dict[str, int]:
         """The balance sheet, by metric name."""
         counts = {"admitted": self.admitted, "live": len(self._live)}
         counts.update({outcome.value: self.outcomes[outcome] for outcome in Outcome})
-        counts.update(late_deltas=self.late_deltas, unknown_deltas=self.unknown_deltas)
+        counts.update(replayed=self.replayed, late_deltas=self.late_deltas, unknown_deltas=self.unknown_deltas)
         return counts
 
     def balanced(self) -> bool:
         """Invariant 1."""
         return self.admitted == len(self._live) + self.outcomes.total()
+
+    def _end(self, request_id: int, outcome: Outcome) -> None:
+        """The one place where a request leaves."""
+        entry = self._live.pop(request_id)
+        self._held -= entry.phase is Phase.HELD
+        if self._suspect == request_id:
+            self._suspect = None
+        self.outcomes[outcome] += 1

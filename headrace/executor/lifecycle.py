@@ -1,32 +1,46 @@
-"""The life of one world, as a table. Pure: ``handle(event, now) -> [actions]``; no threads, no sockets, and the clock is an argument.
+"""The life of the worlds behind one executor, as a table. Pure: ``handle(event, now) -> [actions]``; no threads, no sockets, and the clock
+is an argument.
 
-state      event            next       actions
-STARTING   Started          READY      Announce
-STARTING   Lost             DEAD       Fail, Kill
-STARTING   Close            LEAVING    Fail, Kill
-STARTING   Expired          DEAD       Fail, Kill
-READY      Lost             DEAD       Fail, Kill
-READY      Close            DRAINING   SendShutdown
-DRAINING   Done             LEAVING
-DRAINING   Lost             LEAVING    Fail, Kill
-DRAINING   Expired          LEAVING    Fail, Kill
-LEAVING    Lost, Started,
-           Done             LEAVING
-LEAVING    Expired          LEAVING    Kill
-LEAVING    Gone             CLOSED     Fail, Release
-DEAD       Lost, Started,
-           Done             DEAD
-DEAD       Close            LEAVING    Kill
-DEAD       Expired          DEAD       Kill
-DEAD       Gone             REAPED     Release
-REAPED     Close            CLOSED
-STARTING, READY, DRAINING   Gone: as Lost, then as Gone in the state that this leads to
-any, already closing        Close: nothing (the first caller's budget stands)
+    state        event            next        actions
+    STARTING     Started          READY       Announce
+    STARTING     Lost             DEAD        Fail, Kill
+    STARTING     Close            LEAVING     Fail, Kill
+    STARTING     Expired          DEAD        Fail, Kill
+    READY        Lost             RESTARTING  Suspend, Kill     while the restart policy allows another world
+    READY        Lost             DEAD        Fail, Kill        otherwise
+    READY        Close            DRAINING    SendShutdown
+    RESTARTING   Gone             BACKING_OFF Release
+    RESTARTING   Expired          RESTARTING  Kill
+    RESTARTING   Close            LEAVING     Fail, Kill
+    BACKING_OFF  Expired          REVIVING    Launch
+    BACKING_OFF  Close            CLOSED      Fail, End
+    REVIVING     Started          READY       Announce, Resume
+    REVIVING     Lost, Expired    RESTARTING  Suspend, Kill     while the restart policy allows another world
+    REVIVING     Lost, Expired    DEAD        Fail, Kill        otherwise
+    REVIVING     Close            LEAVING     Fail, Kill
+    DRAINING     Done             LEAVING
+    DRAINING     Lost             LEAVING     Fail, Kill
+    DRAINING     Expired          LEAVING     Fail, Kill
+    LEAVING      Lost, Done,
+                 Started          LEAVING
+    LEAVING      Expired          LEAVING     Kill
+    LEAVING      Gone             CLOSED      Fail, Release, End
+    DEAD         Lost, Started,
+                 Done             DEAD
+    DEAD         Close            LEAVING     Kill
+    DEAD         Expired          DEAD        Kill
+    DEAD         Gone             REAPED      Release, End
+    REAPED       Close            CLOSED
+    RESTARTING   Lost, Started,
+                 Done             RESTARTING
+    STARTING, READY, DRAINING, REVIVING       Gone: as Lost, then as Gone in the state that this leads to
+    any, already closing                      Close: nothing (the first caller's budget stands)
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -40,15 +54,47 @@ KILL_AGAIN = 1.0
 
 
 class WorldState(enum.Enum):
-    """Where a world stands. REAPED is DEAD with all its processes gone and all its files removed."""
+    """Where the executor stands with its world. REAPED is DEAD with all processes gone and all files removed."""
 
     STARTING = enum.auto()
     READY = enum.auto()
+    RESTARTING = enum.auto()
+    BACKING_OFF = enum.auto()
+    REVIVING = enum.auto()
     DRAINING = enum.auto()
     LEAVING = enum.auto()
     DEAD = enum.auto()
     REAPED = enum.auto()
     CLOSED = enum.auto()
+
+
+#: States without a world to send to, in which requests are admitted all the same: the next world gets them.
+HOLDING = frozenset({WorldState.RESTARTING, WorldState.BACKING_OFF, WorldState.REVIVING})
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a world that has died is followed by another.
+
+    Attributes:
+        attempts: restarts within ``window`` seconds; 0: a death is final.
+        window: see ``attempts``.
+        backoff: seconds before the first restart of a window; doubles with each further one.
+        max_backoff: the most that it grows to.
+        max_deaths: a request that was present at so many deaths, the last time as the only suspect, is failed.
+    """
+
+    attempts: int = 0
+    window: float = 60.0
+    backoff: float = 0.05
+    max_backoff: float = 5.0
+    max_deaths: int = 3
+
+
+#: ``on_engine_death="restart"``
+RESTART = RestartPolicy(attempts=10)
+#: ``on_engine_death="fail"``
+FAIL = RestartPolicy()
 
 
 # --- events
@@ -119,16 +165,38 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """Keep the live requests for the next world; those that must not be tried again end with this error."""
+
+    error: EngineDeadError
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """Kill every process of the world."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Nothing of the world runs any more: give back sockets, descriptors and files."""
+    """Nothing of the world runs any more: give back its sockets, descriptors and files."""
 
 
-Action: TypeAlias = Announce | SendShutdown | Fail | Kill | Release
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start another world."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Send the new world the requests that were kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No world will follow: the thread that executes these actions ends."""
+
+
+Action: TypeAlias = Announce | SendShutdown | Fail | Suspend | Kill | Release | Launch | Resume | End
 
 
 class IllegalTransition(RuntimeError):
@@ -136,23 +204,28 @@ class IllegalTransition(RuntimeError):
 
 
 class Lifecycle:
-    """State machine of one world."""
+    """State machine of one executor's worlds."""
 
-    def __init__(self, now: float, start_timeout: float) -> None:
+    def __init__(self, now: float, start_timeout: float, policy: RestartPolicy = FAIL) -> None:
         self.state = WorldState.STARTING
         # When Expired is due; None: nothing is waited for.
         self.deadline: float | None = now + start_timeout
         # Why requests are refused from now on; set once, by the first Fail, and kept: the root cause stays the root cause.
         self.error: HeadraceError | None = None
+        self.restarts = 0
+        self._start_timeout = start_timeout
+        self._policy = policy
+        # When the restarts of the current window were decided.
+        self._recent: deque[float] = deque()
         # End of the first close's budget.
         self._close_by: float | None = None
 
     def __repr__(self) -> str:
-        return f"<Lifecycle {self.state.name} deadline={self.deadline} error={self.error!r}>"
+        return f"<Lifecycle {self.state.name} restarts={self.restarts} deadline={self.deadline} error={self.error!r}>"
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event. Raises IllegalTransition, and changes nothing, for one that cannot happen."""
-        if isinstance(event, Gone) and self.state in (WorldState.STARTING, WorldState.READY, WorldState.DRAINING):
+        if isinstance(event, Gone) and self.state in _GONE_IS_LOST:
             return self.handle(Lost(event.error), now) + self.handle(event, now)
         if isinstance(event, Close) and self._close_by is not None:
             return []
@@ -170,11 +243,44 @@ class Lifecycle:
         return [self._fail(event.error), Kill()]
 
     def _start_expired(self, event: Expired, now: float) -> list[Action]:
-        return self._lost(Lost(StartupError(f"the world did not become ready in time: {event.report}")), now)
+        return self._lost(Lost(_too_slow(event)), now)
 
-    def _abandon_start(self, event: Close, now: float) -> list[Action]:
+    def _lost_but_may_restart(self, event: Lost, now: float) -> list[Action]:
+        while self._recent and now - self._recent[0] > self._policy.window:
+            self._recent.popleft()
+        if len(self._recent) >= self._policy.attempts:
+            return self._lost(event, now)
+        self._recent.append(now)
+        self.restarts += 1
+        self._enter(WorldState.RESTARTING, now + KILL_AGAIN)
+        return [Suspend(event.error), Kill()]
+
+    def _revival_expired(self, event: Expired, now: float) -> list[Action]:
+        return self._lost_but_may_restart(Lost(_too_slow(event)), now)
+
+    def _back_off(self, event: Gone, now: float) -> list[Action]:
+        policy = self._policy
+        # The exponent is bounded because a float is not: many attempts would overflow it before max_backoff is looked at.
+        wait = min(policy.max_backoff, policy.backoff * 2 ** min(len(self._recent) - 1, 60))
+        self._enter(WorldState.BACKING_OFF, now + wait)
+        return [Release()]
+
+    def _launch(self, event: Expired, now: float) -> list[Action]:
+        self._enter(WorldState.REVIVING, now + self._start_timeout)
+        return [Launch()]
+
+    def _revived(self, event: Started, now: float) -> list[Action]:
+        self._enter(WorldState.READY, None)
+        return [Announce(), Resume()]
+
+    def _abandon(self, event: Close, now: float) -> list[Action]:
         self._close_by = now + event.budget
         return self._leave_by_force(ClosedError("closed while starting"), now)
+
+    def _close_without_world(self, event: Close, now: float) -> list[Action]:
+        self._close_by = now + event.budget
+        self._enter(WorldState.CLOSED, None)
+        return [self._fail(ClosedError("closed while the world was restarting")), End()]
 
     def _drain(self, event: Close, now: float) -> list[Action]:
         self._close_by = now + event.budget
@@ -200,7 +306,7 @@ class Lifecycle:
     def _left(self, event: Gone, now: float) -> list[Action]:
         self._enter(WorldState.CLOSED, None)
         # A world that left in order has no live request any more, so this ends none; after a kill it ends what the kill cut off.
-        return [self._fail(ClosedError("the executor is closed")), Release()]
+        return [self._fail(ClosedError("the executor is closed")), Release(), End()]
 
     def _kill_again(self, event: Expired, now: float) -> list[Action]:
         self.deadline = now + KILL_AGAIN
@@ -213,7 +319,7 @@ class Lifecycle:
 
     def _reaped(self, event: Gone, now: float) -> list[Action]:
         self._enter(WorldState.REAPED, None)
-        return [Release()]
+        return [Release(), End()]
 
     def _close_reaped(self, event: Close, now: float) -> list[Action]:
         self._close_by = now + event.budget
@@ -233,14 +339,31 @@ class Lifecycle:
         return Fail(error)
 
 
+def _too_slow(event: Expired) -> StartupError:
+    return StartupError(f"the world did not become ready in time: {event.report}")
+
+
 _S = WorldState
+_GONE_IS_LOST = frozenset({_S.STARTING, _S.READY, _S.DRAINING, _S.REVIVING})
 _TABLE: dict[tuple[WorldState, type[Event]], Callable[..., list[Action]]] = {
     (_S.STARTING, Started): Lifecycle._started,
     (_S.STARTING, Lost): Lifecycle._lost,
-    (_S.STARTING, Close): Lifecycle._abandon_start,
+    (_S.STARTING, Close): Lifecycle._abandon,
     (_S.STARTING, Expired): Lifecycle._start_expired,
-    (_S.READY, Lost): Lifecycle._lost,
+    (_S.READY, Lost): Lifecycle._lost_but_may_restart,
     (_S.READY, Close): Lifecycle._drain,
+    (_S.RESTARTING, Lost): Lifecycle._ignore,
+    (_S.RESTARTING, Started): Lifecycle._ignore,
+    (_S.RESTARTING, Done): Lifecycle._ignore,
+    (_S.RESTARTING, Gone): Lifecycle._back_off,
+    (_S.RESTARTING, Expired): Lifecycle._kill_again,
+    (_S.RESTARTING, Close): Lifecycle._abandon,
+    (_S.BACKING_OFF, Expired): Lifecycle._launch,
+    (_S.BACKING_OFF, Close): Lifecycle._close_without_world,
+    (_S.REVIVING, Started): Lifecycle._revived,
+    (_S.REVIVING, Lost): Lifecycle._lost_but_may_restart,
+    (_S.REVIVING, Expired): Lifecycle._revival_expired,
+    (_S.REVIVING, Close): Lifecycle._abandon,
     (_S.DRAINING, Done): Lifecycle._done,
     (_S.DRAINING, Lost): Lifecycle._drain_lost,
     (_S.DRAINING, Expired): Lifecycle._drain_expired,

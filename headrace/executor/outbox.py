@@ -132,6 +132,7 @@ def _message(run: list[Item]) -> Submit | Cancel | Shutdown:
         if place is None:
             place = index[id(own)] = len(params)
             params.append(own)
-        heads.append(RequestHead(item.request_id, len(checked.token_ids), place, checked.max_tokens, checked.seed))
+        length, generated = len(checked.token_ids), checked.num_generated
+        heads.append(RequestHead(item.request_id, length, place, checked.max_tokens, checked.seed, generated))
         token_ids.extend(checked.token_ids)
     return Submit(requests=tuple(heads), params=tuple(params), token_ids=Buffer(token_ids))

@@ -9,14 +9,16 @@ import time
 from collections.abc import Sequence
 
 from headrace.config import EngineConfig, EngineFacts
-from headrace.errors import ChannelError, ClosedError, HeadraceError, RequestError
+from headrace.errors import ChannelError, ClosedError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.launchers.base import Launcher
-from headrace.executor.lifecycle import Close, WorldState
+from headrace.executor.lifecycle import FAIL, HOLDING, Close, RestartPolicy, WorldState
+from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Admitted
 from headrace.executor.request import GenerationRequest, check
 from headrace.executor.result import GenerationResult
 from headrace.executor.startup import ProgressListener
+from headrace.executor.world import World
 from headrace.ipc.channel import Channel
 from headrace.ipc.messages import AnyMessage, ControlError, GetStats, Ping, Pong, Stats
 
@@ -33,23 +35,31 @@ class GenerationExecutorProxy:
         config: what the world runs.
         launcher: who starts it.
         start_timeout: seconds from launch to READY.
+        on_engine_death: whether a world that dies is followed by another, which takes over the live requests.
         on_progress: told where each rank is while it starts; called in the dispatch thread.
     """
 
     def __init__(
-        self, config: EngineConfig, launcher: Launcher, *, start_timeout: float = 600.0, on_progress: ProgressListener | None = None
+        self,
+        config: EngineConfig,
+        launcher: Launcher,
+        *,
+        start_timeout: float = 600.0,
+        on_engine_death: RestartPolicy = FAIL,
+        on_progress: ProgressListener | None = None,
     ) -> None:
         self._launcher = launcher
         self._ranks = config.tensor_parallel_size
-        self._world = Dispatcher(config, launcher, start_timeout, on_progress)
-        # Ids rise in the order of registration; both happen under the world's lock.
+        self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, on_progress)
+        # Ids rise in the order of registration; both happen under the dispatcher's lock.
         self._next_id = 0
-        # Guards the channel, which is there from READY to close: one call at a time.
+        # Guards the control channel, one call at a time, and says whose it is. It is there from READY to close.
         self._control_lock = threading.Lock()
         self._control: Channel | None = None
+        self._control_world: World | None = None
 
     def __repr__(self) -> str:
-        return f"<GenerationExecutorProxy {self.state.name} live={len(self._world.ledger)} ranks={self._ranks}>"
+        return f"<GenerationExecutorProxy {self.state.name} live={len(self._dispatcher.ledger)} ranks={self._ranks}>"
 
     def start(self) -> EngineFacts:
         """``launch``, then ``wait_ready``."""
@@ -59,7 +69,7 @@ class GenerationExecutorProxy:
     def launch(self) -> None:
         """Begin to start the world; returns at once."""
         log.info("starting %d ranks: %s", self._ranks, self._launcher.describe())
-        self._world.thread.start()
+        self._dispatcher.thread.start()
         atexit.register(self.close)
 
     def wait_ready(self) -> EngineFacts:
@@ -69,9 +79,10 @@ class GenerationExecutorProxy:
             StartupError: it died, failed or stalled; nothing of it is left.
         """
         try:
-            self._world.start_over.wait()
+            self._dispatcher.start_over.wait()
             facts = self.facts
-            self._open_control()
+            with self._control_lock:
+                self._open_control()
             return facts
         except BaseException:
             self.close()
@@ -80,7 +91,7 @@ class GenerationExecutorProxy:
     @property
     def facts(self) -> EngineFacts:
         """What the world said of itself. Raises the cause if it never became ready."""
-        facts = self._world.startup.facts
+        facts = self._dispatcher.facts
         if facts is None:
             raise self._refusal()
         return facts
@@ -88,36 +99,49 @@ class GenerationExecutorProxy:
     @property
     def state(self) -> WorldState:
         """Where the world stands."""
-        return self._world.lifecycle.state
+        return self._dispatcher.lifecycle.state
 
     def counters(self) -> dict[str, int]:
         """The ledger's balance sheet, and what was survived: frames that made no sense, faults of the dispatch thread."""
-        with self._world.lock:
-            counts = self._world.ledger.counters()
-        return counts | {"bad_frames": self._world.bad_frames, "dispatch_faults": self._world.faults}
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            counts = dispatcher.ledger.counters()
+            counts["restarts"] = dispatcher.lifecycle.restarts
+        return counts | {"bad_frames": dispatcher.bad_frames, "dispatch_faults": dispatcher.faults}
+
+    def processes(self) -> dict[str, int]:
+        """Process ids of the world that there is: ``root``, which started it, and ``rank0`` and on, as far as they have said hello."""
+        world = self._dispatcher.world
+        pids = {f"rank{rank}": hello.pid for rank, hello in sorted(world.startup.hellos.items())}
+        return pids if world.monitor is None else {"root": world.monitor.world.pid, **pids}
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Admit requests, all or none, as one frame; returns their handles in the same order.
+
+        While the world is restarting they are admitted too, and sent to the next one.
 
         Raises:
             RequestError: one of them is refused; the message names the value and the limit. Nothing was sent.
             EngineDeadError, ClosedError: the world is not there; nothing was registered.
             ChannelError: sending failed; nothing is registered any more.
         """
-        world, facts = self._world, self.facts
+        dispatcher, facts = self._dispatcher, self.facts
         checked = [check(request, facts) for request in requests]
-        with world.lock:
-            if self.state is not WorldState.READY or world.outbox is None:
+        with dispatcher.lock:
+            held = self.state in HOLDING
+            if not held and self.state is not WorldState.READY:
                 raise self._refusal()
             admitted = [Admitted(request_id, one) for request_id, one in enumerate(checked, self._next_id)]
             self._next_id += len(admitted)
-            results = [GenerationResult(item.request_id, item.checked.request, world.lock, world.post) for item in admitted]
+            results = [GenerationResult(item.request_id, item.checked.request, dispatcher.lock, dispatcher.post) for item in admitted]
             # In the ledger before the message leaves. A death is decided under the same lock: it comes before, and the state above says
             # so, or after, and finds these in the ledger.
-            world.ledger.register([(result.request_id, result.mailbox) for result in results])
-            # Under the lock too, so that the shutdown mark, which comes with another state, has every admitted request before it.
-            world.outbox.put(*admitted)
-        world.flush()
+            live = [LiveRequest(result.mailbox, one, dispatcher.replayable) for result, one in zip(results, checked, strict=True)]
+            dispatcher.ledger.register([(item.request_id, one) for item, one in zip(admitted, live, strict=True)], held)
+            if not held and dispatcher.world.outbox is not None:
+                # Under the lock too, so that the shutdown mark, which comes with another state, has every admitted request before it.
+                dispatcher.world.outbox.put(*admitted)
+        dispatcher.flush()
         for result in results:
             if isinstance(result.mailbox.error, ChannelError):
                 raise result.mailbox.error.fresh()
@@ -125,7 +149,7 @@ class GenerationExecutorProxy:
 
     def cancel(self, request_id: int) -> None:
         """Ask for the early end of a request; nothing happens if it has ended or is unknown. Takes no lock and never blocks."""
-        self._world.post(request_id)
+        self._dispatcher.post(request_id)
 
     def ping(self, timeout: float = 2.0) -> Pong:
         """Heartbeat of rank 0. Raises TimeoutError, EngineDeadError, ClosedError."""
@@ -141,45 +165,55 @@ class GenerationExecutorProxy:
 
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
-        world = self._world
+        dispatcher = self._dispatcher
         atexit.unregister(self.close)
-        if world.thread.ident is not None:
-            world.post(Close(drain, timeout))
-            if threading.current_thread() is world.thread:
-                # From a progress listener, or a collection that fell into the thread, which may then hold the lock: it ends by itself.
+        if dispatcher.thread.ident is not None:
+            dispatcher.post(Close(drain, timeout))
+            # From a progress listener, a collection that fell into the thread, or a signal handler that interrupted a holder of the lock:
+            # to wait for the thread would be to wait for ourselves. It ends by itself as soon as we return.
+            if threading.current_thread() is dispatcher.thread or dispatcher.lock._is_owned():  # type: ignore[attr-defined]
                 return
-            world.thread.join(min(timeout + CLOSE_MARGIN, threading.TIMEOUT_MAX))
-            if world.thread.is_alive():
+            dispatcher.thread.join(min(timeout + CLOSE_MARGIN, threading.TIMEOUT_MAX))
+            if dispatcher.thread.is_alive():
                 log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
                 return
-        with world.lock:
+        with dispatcher.lock:
             # A world that had died by itself was reaped by its thread, which has ended: nothing is left to do but to say so.
             if self.state is WorldState.REAPED:
-                world.lifecycle.handle(Close(drain, timeout), 0.0)
+                dispatcher.lifecycle.handle(Close(drain, timeout), 0.0)
         with self._control_lock:
-            if self._control is not None:
-                self._control.close()
-                self._control = None
+            self._close_control()
 
     def _refusal(self) -> HeadraceError:
-        error = self._world.lifecycle.error
-        return error.fresh() if error is not None else ClosedError(f"the executor is {self.state.name.lower()}")
+        error = self._dispatcher.lifecycle.error
+        if error is not None:
+            return error.fresh()
+        if self.state in HOLDING:
+            return EngineDeadError("the worker world died and is being restarted")
+        return ClosedError(f"the executor is {self.state.name.lower()}")
 
     def _open_control(self) -> None:
+        """Connect to the world that there is; holds the control lock."""
         from headrace.ipc.zmq_channel import connect_served
 
-        bootstrap = self._world.bootstrap
-        assert bootstrap is not None, "a world that is ready has one"
-        with self._control_lock:
-            # Not after a close, which has looked for it already; on a world that is going, calls are refused with the cause.
-            if self.state is WorldState.READY:
-                self._control = connect_served(bootstrap.address("control"), bootstrap.key)
+        world = self._dispatcher.world
+        # Not after a close, which has looked for it already; on a world that is going, calls are refused with the cause.
+        if self.state is WorldState.READY and world.bootstrap is not None and self._control_world is not world:
+            self._close_control()
+            self._control = connect_served(world.bootstrap.address("control"), world.bootstrap.key)
+            self._control_world = world
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._control = self._control_world = None
 
     def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
         deadline = time.monotonic() + timeout
         if not self._control_lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
             raise TimeoutError(f"{type(message).__name__}: other calls took all of its {timeout} s")
         try:
+            self._open_control()
             if self.state is not WorldState.READY or self._control is None:
                 raise self._refusal()
             reply = self._control.call(message, max(0.0, deadline - time.monotonic()))

@@ -60,12 +60,13 @@ class GenerationRequest:
 
 
 class CheckedRequest(NamedTuple):
-    """A request that the world will accept. ``token_ids``: int32."""
+    """A request that the world will accept. ``token_ids``: int32, of which the last ``num_generated`` are its own output so far."""
 
     request: GenerationRequest
     token_ids: array[int]
     max_tokens: int
     seed: int
+    num_generated: int = 0
 
 
 def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:

@@ -65,7 +65,7 @@ class Mailbox:
 
     __slots__ = ("error", "finish", "lock", "stage", "stop_reason", "token_ids", "unread_text", "unread_tokens", "wait_any", "wait_end")
 
-    def __init__(self, lock: threading.Lock, stage: TextStage | None) -> None:
+    def __init__(self, lock: threading.RLock, stage: TextStage | None) -> None:
         self.lock = lock
         # Only a stage that looks for stop strings runs on this side; it sees tokens before they count as arrived.
         self.stage = stage
@@ -152,7 +152,7 @@ class GenerationResult:
     EngineDeadError when the world died; iterating first yields what had arrived.
     """
 
-    def __init__(self, request_id: int, request: GenerationRequest, lock: threading.Lock, abort: Callable[[int], None]) -> None:
+    def __init__(self, request_id: int, request: GenerationRequest, lock: threading.RLock, abort: Callable[[int], None]) -> None:
         self.request_id = request_id
         self.prompt = request.prompt
         self.prompt_token_ids = request.prompt_token_ids

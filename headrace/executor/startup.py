@@ -1,11 +1,10 @@
-"""What is known of a world while it starts: who said hello, who is where, and the facts once it is ready."""
+"""What is known of a world while it starts: who said hello, and who is where."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
 
-from headrace.config import EngineFacts
 from headrace.errors import StartupError
 from headrace.ipc.messages import Failed, Hello, Progress
 
@@ -20,7 +19,6 @@ class Startup:
         self.ranks = ranks
         self.hellos: dict[int, Hello] = {}
         self.progress: dict[int, Progress] = {}
-        self.facts: EngineFacts | None = None
 
     def hello(self, hello: Hello) -> int | None:
         """Note it; its pid if the rank runs on this machine, where it can be watched."""

@@ -225,7 +225,7 @@ phase = sys.argv[1]
 hellos = set()
 
 def say(executor):
-    names = dict(pids(executor)) if phase != "launched" else {"janitor": executor._world._monitor.world.pid}
+    names = dict(pids(executor)) if phase != "launched" else {"janitor": executor._dispatcher.world.monitor.world.pid}
     print(folder(executor), *(f"{name}={pid}" for name, pid in names.items()), flush=True)
 
 def progress(rank, stage, done, total):
@@ -239,7 +239,7 @@ if phase == "launched":
     launch = executor._launcher.launch
     def slow_launch(*arguments):
         world = launch(*arguments)
-        print(executor._world._session.path, f"janitor={world.pid}", flush=True)
+        print(executor._dispatcher.world.session.path, f"janitor={world.pid}", flush=True)
         time.sleep(1000)
     executor._launcher.launch = slow_launch
 executor.start()

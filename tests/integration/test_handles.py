@@ -241,7 +241,9 @@ def test_the_handle_outlives_its_world_and_knows_how_it_ended():
 
 def test_a_dropped_llm_is_closed():
     llm = LLM("echo", echo=EchoConfig())
-    thread = next(thread for thread in threading.enumerate() if thread.name == "headrace-dispatch" and thread is llm.executor._world.thread)
+    thread = next(
+        thread for thread in threading.enumerate() if thread.name == "headrace-dispatch" and thread is llm.executor._dispatcher.thread
+    )
     del llm
     gc.collect()
     assert not thread.is_alive()

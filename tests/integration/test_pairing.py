@@ -78,7 +78,7 @@ def test_many_threads_submit_and_each_gets_its_own(executor):
 
 def test_responses_that_arrive_during_the_send_are_delivered(executor, monkeypatch):
     """A13: registered before it is sent, a request may have its whole answer before `submit` comes back."""
-    channel = executor._world.outbox._channel
+    channel = executor._dispatcher.world.outbox._channel
     send = channel.send
     finished = executor.counters()["finished"]
 
@@ -99,7 +99,7 @@ def test_a_failed_send_leaves_nothing_registered(executor, monkeypatch):
         raise OSError("the wire is cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor._world.outbox._channel, "send", fail)
+        patch.setattr(executor._dispatcher.world.outbox._channel, "send", fail)
         with pytest.raises(ChannelError, match="the wire is cut"):
             submit(executor, [1], [2])
     after = executor.counters()
@@ -109,7 +109,7 @@ def test_a_failed_send_leaves_nothing_registered(executor, monkeypatch):
 
 def test_a_full_request_channel_is_tried_again_until_all_is_sent(executor):
     """A7."""
-    channel = executor._world.outbox._channel
+    channel = executor._dispatcher.world.outbox._channel
     transport = channel.transport
     refusals = iter([True] * 5)
 
@@ -134,7 +134,7 @@ def test_a_full_request_channel_is_tried_again_until_all_is_sent(executor):
 
 def inject(executor, *frames: Deltas) -> None:
     """As if rank 0 had sent these: they are read in the dispatch thread, before the next frame that it really sends."""
-    channel = executor._world._results
+    channel = executor._dispatcher.world.results
     recv, extra = channel.recv, deque(frames)
 
     def recv_injected(timeout=0.0):

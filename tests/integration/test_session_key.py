@@ -30,13 +30,13 @@ def _family(pid: int) -> list[int]:
 
 def test_key_is_in_no_file_command_line_environment_or_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), LLM("echo", tensor_parallel_size=2) as llm:
-        dispatcher = llm.executor._world
-        assert dispatcher.bootstrap is not None and dispatcher._session is not None and dispatcher._monitor is not None
-        key, folder = dispatcher.bootstrap.key, dispatcher._session.path
+        world = llm.executor._dispatcher.world
+        assert world.bootstrap is not None and world.session is not None and world.monitor is not None
+        key, folder = world.bootstrap.key, world.session.path
         forms = {key, base64.b64encode(key), key.hex().encode()}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert not (folder / FILE_NAME).exists(), "every rank has read it"
-        family = _family(dispatcher._monitor.world.pid)
+        family = _family(world.monitor.world.pid)
         assert len(family) >= 4, "janitor, mpiexec and two ranks"
         for pid in family:
             for name in ("cmdline", "environ"):
@@ -50,7 +50,7 @@ def test_key_is_in_no_file_command_line_environment_or_log(caplog: pytest.LogCap
 
 def test_a_stranger_is_refused_and_told_why_and_the_world_goes_on() -> None:
     with LLM("echo", tensor_parallel_size=1) as llm:
-        bootstrap = llm.executor._world.bootstrap
+        bootstrap = llm.executor._dispatcher.world.bootstrap
         assert bootstrap is not None
         stranger = connect_served(Address(channel="init", endpoint=bootstrap.endpoints["init"], peer="rank7"), new_key())
         try:

@@ -36,7 +36,7 @@ def failed_start(executor) -> tuple[StartupError, float]:
 
 
 def nothing_left(executor) -> bool:
-    return executor.state is WorldState.CLOSED and not folder(executor).exists() and not executor._world.thread.is_alive()
+    return executor.state is WorldState.CLOSED and not folder(executor).exists() and not executor._dispatcher.thread.is_alive()
 
 
 def test_ready_brings_the_facts():
@@ -52,7 +52,7 @@ def test_ready_brings_the_facts():
 def test_the_key_is_off_the_disk_when_every_rank_has_it_and_in_no_command_line_or_environment():
     """A4."""
     with world(2) as executor:
-        key = executor._world.bootstrap.key
+        key = executor._dispatcher.world.bootstrap.key
         assert not (folder(executor) / FILE_NAME).exists()
         assert (folder(executor).stat().st_mode & 0o777) == 0o700
         for pid in pids(executor).values():

@@ -72,15 +72,15 @@ def completion(output: RequestOutput) -> CompletionOutput:
 
 def pids(executor: GenerationExecutorProxy) -> dict[str, int]:
     """Every process of a started world by its name: janitor, mpiexec, and rank0 and on."""
-    janitor = executor._world._monitor.world.pid
+    janitor = executor._dispatcher.world.monitor.world.pid
     (mpiexec,) = map(int, Path(f"/proc/{janitor}/task/{janitor}/children").read_text().split())
-    ranks = {f"rank{rank}": hello.pid for rank, hello in executor._world.startup.hellos.items()}
+    ranks = {f"rank{rank}": hello.pid for rank, hello in executor._dispatcher.world.startup.hellos.items()}
     return {"janitor": janitor, "mpiexec": mpiexec, **ranks}
 
 
 def folder(executor: GenerationExecutorProxy) -> Path:
     """Its session folder."""
-    return executor._world._session.path
+    return executor._dispatcher.world.session.path
 
 
 def eventually(condition: Callable[[], bool], timeout: float = LONG) -> bool:

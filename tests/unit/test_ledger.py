@@ -1,4 +1,4 @@
-"""The ledger (invariant 1; A14, A15, A17, A18): its table, event by event, and any sequence of events against a model of it."""
+"""The ledger (invariants 1 and 12; A14, A15, A17, A18, A26, A27): its table, event by event, and sequences of events against a model of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace.executor.ledger import OUTCOME_OF_FINISH, IllegalEvent, Ledger, Outcome, Phase
+from headrace.executor.ledger import OUTCOME_OF_FINISH, SUSPECT_DEATHS, Cancelled, IllegalEvent, Ledger, Outcome, Phase
 from headrace.outputs import FinishReason
 
 ID = 5
@@ -18,11 +18,11 @@ ID = 5
 def ledger_in(phase: Phase | None) -> Ledger[str]:
     """A ledger whose request ID stands in this phase; None: it has ended."""
     ledger: Ledger[str] = Ledger()
-    ledger.register([(ID, "handle")])
+    ledger.register([(ID, "handle")], held=phase is Phase.HELD)
     if phase is None:
         assert ledger.delta(ID, FinishReason.LENGTH) is not None
     elif phase is Phase.CANCELLING:
-        assert ledger.cancel(ID)
+        assert ledger.cancel(ID) == (Cancelled.SEND, None)
     elif phase is Phase.STOPPING:
         assert ledger.stop_found(ID)
     return ledger
@@ -34,10 +34,12 @@ def phase_of(ledger: Ledger[str]) -> Phase | None:
 
 
 def snapshot(ledger: Ledger[str]) -> tuple[object, ...]:
-    return (ledger.counters(), {key: (entry.phase, entry.handle) for key, entry in ledger._live.items()}, ledger._highest_id)
+    entries = {key: (entry.phase, entry.deaths, entry.handle) for key, entry in ledger._live.items()}
+    return (ledger.counters(), entries, ledger._highest_id, ledger._held, ledger._suspect)
 
 
 ALL = [*Phase, None]
+WITH_A_WORLD = [phase for phase in Phase if phase is not Phase.HELD]
 
 
 @pytest.mark.parametrize("phase", ALL)
@@ -60,14 +62,14 @@ def test_register_takes_all_or_none():
     assert ledger.counters()["admitted"] == 3
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", WITH_A_WORLD)
 def test_a_delta_is_delivered_unless_the_reader_has_its_ending(phase):
     ledger = ledger_in(phase)
     assert ledger.delta(ID, None) == (None if phase is Phase.STOPPING else ("handle", None))
     assert phase_of(ledger) is phase and ledger.balanced()
 
 
-@pytest.mark.parametrize(("phase", "finish"), list(itertools.product(Phase, FinishReason)))
+@pytest.mark.parametrize(("phase", "finish"), list(itertools.product(WITH_A_WORLD, FinishReason)))
 def test_a_finish_ends_a_request_once_and_a_second_one_is_late(phase, finish):
     """A15, A18: a request that was cancelled is reported as aborted, whatever its last step brought, unless it failed."""
     ledger = ledger_in(phase)
@@ -79,6 +81,14 @@ def test_a_finish_ends_a_request_once_and_a_second_one_is_late(phase, finish):
     assert len(ledger) == 0 and ledger.balanced()
     assert ledger.delta(ID, finish) is None
     assert ledger.late_deltas == 1 and ledger.outcomes == {outcome: 1} and ledger.balanced()
+
+
+@pytest.mark.parametrize("finish", [None, *FinishReason])
+def test_what_a_dead_world_still_said_of_a_held_request_is_late(finish):
+    """A26: its tokens are made again."""
+    ledger = ledger_in(Phase.HELD)
+    assert ledger.delta(ID, finish) is None
+    assert ledger.late_deltas == 1 and phase_of(ledger) is Phase.HELD and ledger.balanced()
 
 
 @pytest.mark.parametrize("finish", [None, *FinishReason])
@@ -95,22 +105,23 @@ def test_unknown_and_late_deltas_are_told_apart(finish):
 def test_only_the_first_cancel_is_sent(phase):
     """A17."""
     ledger = ledger_in(phase)
-    assert ledger.cancel(ID) is (phase is Phase.LIVE)
-    assert ledger.cancel(ID) is False
-    assert ledger.cancel(ID + 100) is False
-    assert phase_of(ledger) is (Phase.CANCELLING if phase is Phase.LIVE else phase)
+    first = {Phase.SENT: (Cancelled.SEND, None), Phase.HELD: (Cancelled.ENDED, "handle")}.get(phase, (Cancelled.NOTHING, None))
+    assert ledger.cancel(ID) == first
+    assert ledger.cancel(ID) == ledger.cancel(ID + 100) == (Cancelled.NOTHING, None)
+    assert phase_of(ledger) is {Phase.SENT: Phase.CANCELLING, Phase.HELD: None}.get(phase, phase)
+    assert ledger.outcomes[Outcome.ABORTED] == (phase is Phase.HELD) and ledger.balanced()
 
 
 @pytest.mark.parametrize("phase", ALL)
 def test_stop_found_sends_a_cancel_unless_one_was_sent(phase):
     ledger = ledger_in(phase)
     before = snapshot(ledger)
-    if phase in (Phase.STOPPING, None):
+    if phase in (Phase.STOPPING, Phase.HELD, None):
         with pytest.raises(IllegalEvent):
             ledger.stop_found(ID)
         assert snapshot(ledger) == before
     else:
-        assert ledger.stop_found(ID) is (phase is Phase.LIVE)
+        assert ledger.stop_found(ID) is (phase is Phase.SENT)
         assert phase_of(ledger) is Phase.STOPPING
     assert ledger.balanced()
 
@@ -120,7 +131,7 @@ def test_send_failed(phase):
     """A13."""
     ledger = ledger_in(phase)
     before = snapshot(ledger)
-    if phase is Phase.STOPPING:
+    if phase in (Phase.STOPPING, Phase.HELD):
         with pytest.raises(IllegalEvent):
             ledger.send_failed(ID)
         assert snapshot(ledger) == before
@@ -147,6 +158,67 @@ def test_death_ends_everything_once_and_leaves_the_ledger_empty():
     assert ledger.balanced()
 
 
+@pytest.mark.parametrize("phase", Phase)
+def test_suspend(phase):
+    """A26: what was cancelled or complete ends with the world that would have said so; the rest is kept."""
+    ledger = ledger_in(phase)
+    aborted, convicted = ledger.suspend(max_deaths=3)
+    assert convicted == []
+    assert aborted == (["handle"] if phase is Phase.CANCELLING else [])
+    outcome = {Phase.CANCELLING: Outcome.ABORTED, Phase.STOPPING: Outcome.FINISHED}.get(phase)
+    assert phase_of(ledger) is (Phase.HELD if outcome is None else None)
+    assert ledger.outcomes == ({} if outcome is None else {outcome: 1}) and ledger.balanced()
+    assert list(ledger.resume()) == ([(ID, "handle")] if outcome is None else [])
+    assert ledger.replayed == (phase is Phase.SENT)
+
+
+def test_held_requests_are_resumed_once_in_the_order_of_admission():
+    ledger: Ledger[str] = Ledger()
+    ledger.register([(0, "a"), (1, "b")])
+    ledger.suspend(3)
+    ledger.register([(2, "c")], held=True)
+    assert list(ledger.resume()) == [(0, "a"), (1, "b"), (2, "c")]
+    assert list(ledger.resume()) == [] and not ledger.may_resume
+    assert ledger.delta(2, FinishReason.STOP) == ("c", FinishReason.STOP)
+
+
+def test_a_request_that_kills_every_world_is_found_and_the_others_finish():
+    """A27: all that were present are suspected; tried one at a time, only the guilty one dies again."""
+    ledger: Ledger[str] = Ledger()
+    names = ["a", "b", "poison", "c"]
+    ledger.register(list(enumerate(names)))
+    deaths, finished, failed = 0, [], []
+    sent = set(names)
+    while len(ledger):
+        if "poison" in sent:
+            deaths += 1
+            aborted, convicted = ledger.suspend(max_deaths=3)
+            assert not aborted
+            failed += convicted
+            sent = {name for _, name in ledger.resume()}
+            if deaths >= SUSPECT_DEATHS:
+                assert len(sent) <= 1, "one suspect at a time"
+        else:
+            for name in sorted(sent):
+                assert ledger.delta(names.index(name), FinishReason.LENGTH) is not None
+                finished.append(name)
+            sent = {name for _, name in ledger.resume()} if ledger.may_resume else set()
+    assert (sorted(finished), failed, deaths) == (["a", "b", "c"], ["poison"], 3)
+    assert ledger.outcomes == {Outcome.FINISHED: 3, Outcome.DEAD: 1} and ledger.balanced()
+
+
+def test_new_requests_run_beside_a_suspect_and_are_not_convicted_with_it():
+    """A27."""
+    ledger: Ledger[str] = Ledger()
+    ledger.register([(0, "poison")])
+    for _ in range(SUSPECT_DEATHS):
+        ledger.suspend(3)
+        assert list(ledger.resume()) == [(0, "poison")]
+    ledger.register([(1, "new")])
+    assert ledger.suspend(3) == ([], ["poison"])
+    assert list(ledger.resume()) == [(1, "new")]
+
+
 class AnySequence(RuleBasedStateMachine):
     """Any events in any order: the balance holds after each, an illegal one changes nothing, and no handle gets two endings."""
 
@@ -164,12 +236,12 @@ class AnySequence(RuleBasedStateMachine):
         del self.phase[request_id]
         self.endings[request_id] = self.endings.get(request_id, 0) + 1
 
-    @rule(count=st.integers(0, 3), skip=st.integers(0, 2))
-    def register(self, count: int, skip: int) -> None:
+    @rule(count=st.integers(0, 3), skip=st.integers(0, 2), held=st.booleans())
+    def register(self, count: int, skip: int, held: bool) -> None:
         first = self.next_id + skip
         new = list(range(first, first + count))
-        self.ledger.register([(request_id, request_id) for request_id in new])
-        self.phase.update(dict.fromkeys(new, Phase.LIVE))
+        self.ledger.register([(request_id, request_id) for request_id in new], held)
+        self.phase.update(dict.fromkeys(new, Phase.HELD if held else Phase.SENT))
         if new:
             self.next_id = new[-1] + 1
 
@@ -178,7 +250,7 @@ class AnySequence(RuleBasedStateMachine):
         rising = all(a < b for a, b in itertools.pairwise([self.next_id - 1, *ids]))
         if rising:
             self.ledger.register([(request_id, request_id) for request_id in ids])
-            self.phase.update(dict.fromkeys(ids, Phase.LIVE))
+            self.phase.update(dict.fromkeys(ids, Phase.SENT))
             self.next_id = ids[-1] + 1
         else:
             before = snapshot(self.ledger)
@@ -190,7 +262,7 @@ class AnySequence(RuleBasedStateMachine):
     def delta(self, request_id: int, finish: FinishReason | None) -> None:
         got = self.ledger.delta(request_id, finish)
         phase = self.phase.get(request_id)
-        if phase is None:
+        if phase in (None, Phase.HELD):
             assert got is None
             self.dropped += 1
             return
@@ -203,27 +275,52 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(request_id=ids)
     def cancel(self, request_id: int) -> None:
-        live = self.phase.get(request_id) is Phase.LIVE
-        assert self.ledger.cancel(request_id) is live
-        if live:
-            self.phase[request_id] = Phase.CANCELLING
+        phase = self.phase.get(request_id)
+        verdict, handle = self.ledger.cancel(request_id)
+        if phase is Phase.HELD:
+            assert (verdict, handle) == (Cancelled.ENDED, request_id)
+            self.end(request_id)
+        else:
+            assert (verdict, handle) == (Cancelled.SEND if phase is Phase.SENT else Cancelled.NOTHING, None)
+            if phase is Phase.SENT:
+                self.phase[request_id] = Phase.CANCELLING
+
+    @rule(max_deaths=st.integers(1, 4))
+    def suspend(self, max_deaths: int) -> None:
+        aborted, convicted = self.ledger.suspend(max_deaths)
+        assert aborted == [key for key, phase in self.phase.items() if phase is Phase.CANCELLING]
+        assert len(convicted) <= 1 and all(self.phase[key] is Phase.SENT for key in convicted)
+        for key, phase in list(self.phase.items()):
+            if phase in (Phase.CANCELLING, Phase.STOPPING) or key in convicted:
+                self.end(key)
+            else:
+                self.phase[key] = Phase.HELD
+
+    @rule()
+    def resume(self) -> None:
+        resumed = [key for key, _ in self.ledger.resume()]
+        assert resumed == sorted(resumed) and all(self.phase[key] is Phase.HELD for key in resumed)
+        self.phase.update(dict.fromkeys(resumed, Phase.SENT))
+        left = [key for key, phase in self.phase.items() if phase is Phase.HELD]
+        assert all(self.ledger._live[key].deaths >= SUSPECT_DEATHS for key in left)
+        assert not self.ledger.may_resume, "no suspect waits while the world has none"
 
     @rule(request_id=ids)
     def stop_found(self, request_id: int) -> None:
         phase = self.phase.get(request_id)
-        if phase in (None, Phase.STOPPING):
+        if phase in (None, Phase.STOPPING, Phase.HELD):
             before = snapshot(self.ledger)
             with pytest.raises(IllegalEvent):
                 self.ledger.stop_found(request_id)
             assert snapshot(self.ledger) == before
         else:
-            assert self.ledger.stop_found(request_id) is (phase is Phase.LIVE)
+            assert self.ledger.stop_found(request_id) is (phase is Phase.SENT)
             self.phase[request_id] = Phase.STOPPING
 
     @rule(request_id=ids)
     def send_failed(self, request_id: int) -> None:
         phase = self.phase.get(request_id)
-        if phase is Phase.STOPPING:
+        if phase in (Phase.STOPPING, Phase.HELD):
             before = snapshot(self.ledger)
             with pytest.raises(IllegalEvent):
                 self.ledger.send_failed(request_id)

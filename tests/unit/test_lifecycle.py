@@ -1,8 +1,9 @@
-"""The life of a world (invariants 3 and 4; A14, A31, A32): every state with every event, and every short sequence of events."""
+"""The life of worlds (invariants 3, 4 and 12; A14, A26, A31, A32): every state with every event, and every short sequence of events."""
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 
 import pytest
 
@@ -14,17 +15,22 @@ from headrace.executor.lifecycle import (
     Announce,
     Close,
     Done,
+    End,
     Event,
     Expired,
     Fail,
     Gone,
     IllegalTransition,
     Kill,
+    Launch,
     Lifecycle,
     Lost,
     Release,
+    RestartPolicy,
+    Resume,
     SendShutdown,
     Started,
+    Suspend,
     WorldState,
 )
 
@@ -42,6 +48,17 @@ PATHS: dict[WorldState, list[Event]] = {
     S.REAPED: [Started(), Lost(EngineDeadError("first")), Gone(EngineDeadError("gone"))],
     S.CLOSED: [Started(), Close(True, BUDGET), Done(), Gone(EngineDeadError("gone"))],
 }
+LOST = [Started(), Lost(EngineDeadError("first"))]
+GONE = Gone(EngineDeadError("gone"))
+
+#: a way into every state in which another world may follow, for a policy that allows it
+RESTART_PATHS: dict[WorldState, list[Event]] = {
+    S.READY: [Started()],
+    S.RESTARTING: LOST,
+    S.BACKING_OFF: [*LOST, GONE],
+    S.REVIVING: [*LOST, GONE, Expired()],
+}
+POLICY = RestartPolicy(attempts=2, window=1000.0, backoff=0.5, max_backoff=0.75)
 
 #: The docstring's table, once more and by itself: (state, event) -> (next state, kinds of actions). What is not here is illegal.
 TABLE: dict[tuple[WorldState, type[Event]], tuple[WorldState, list[type[Action]]]] = {
@@ -49,29 +66,48 @@ TABLE: dict[tuple[WorldState, type[Event]], tuple[WorldState, list[type[Action]]
     (S.STARTING, Lost): (S.DEAD, [Fail, Kill]),
     (S.STARTING, Close): (S.LEAVING, [Fail, Kill]),
     (S.STARTING, Expired): (S.DEAD, [Fail, Kill]),
-    (S.STARTING, Gone): (S.REAPED, [Fail, Kill, Release]),
+    (S.STARTING, Gone): (S.REAPED, [Fail, Kill, Release, End]),
     (S.READY, Lost): (S.DEAD, [Fail, Kill]),
     (S.READY, Close): (S.DRAINING, [SendShutdown]),
-    (S.READY, Gone): (S.REAPED, [Fail, Kill, Release]),
+    (S.READY, Gone): (S.REAPED, [Fail, Kill, Release, End]),
     (S.DRAINING, Done): (S.LEAVING, []),
     (S.DRAINING, Lost): (S.LEAVING, [Fail, Kill]),
     (S.DRAINING, Expired): (S.LEAVING, [Fail, Kill]),
-    (S.DRAINING, Gone): (S.CLOSED, [Fail, Kill, Fail, Release]),
+    (S.DRAINING, Gone): (S.CLOSED, [Fail, Kill, Fail, Release, End]),
     (S.DRAINING, Close): (S.DRAINING, []),
     (S.LEAVING, Lost): (S.LEAVING, []),
     (S.LEAVING, Done): (S.LEAVING, []),
     (S.LEAVING, Started): (S.LEAVING, []),
     (S.LEAVING, Expired): (S.LEAVING, [Kill]),
-    (S.LEAVING, Gone): (S.CLOSED, [Fail, Release]),
+    (S.LEAVING, Gone): (S.CLOSED, [Fail, Release, End]),
     (S.LEAVING, Close): (S.LEAVING, []),
     (S.DEAD, Lost): (S.DEAD, []),
     (S.DEAD, Started): (S.DEAD, []),
     (S.DEAD, Done): (S.DEAD, []),
     (S.DEAD, Close): (S.LEAVING, [Kill]),
     (S.DEAD, Expired): (S.DEAD, [Kill]),
-    (S.DEAD, Gone): (S.REAPED, [Release]),
+    (S.DEAD, Gone): (S.REAPED, [Release, End]),
     (S.REAPED, Close): (S.CLOSED, []),
     (S.CLOSED, Close): (S.CLOSED, []),
+}
+
+RESTART_TABLE: dict[tuple[WorldState, type[Event]], tuple[WorldState, list[type[Action]]]] = {
+    (S.READY, Lost): (S.RESTARTING, [Suspend, Kill]),
+    (S.READY, Gone): (S.BACKING_OFF, [Suspend, Kill, Release]),
+    (S.READY, Close): (S.DRAINING, [SendShutdown]),
+    (S.RESTARTING, Lost): (S.RESTARTING, []),
+    (S.RESTARTING, Started): (S.RESTARTING, []),
+    (S.RESTARTING, Done): (S.RESTARTING, []),
+    (S.RESTARTING, Gone): (S.BACKING_OFF, [Release]),
+    (S.RESTARTING, Expired): (S.RESTARTING, [Kill]),
+    (S.RESTARTING, Close): (S.LEAVING, [Fail, Kill]),
+    (S.BACKING_OFF, Expired): (S.REVIVING, [Launch]),
+    (S.BACKING_OFF, Close): (S.CLOSED, [Fail, End]),
+    (S.REVIVING, Started): (S.READY, [Announce, Resume]),
+    (S.REVIVING, Lost): (S.RESTARTING, [Suspend, Kill]),
+    (S.REVIVING, Gone): (S.BACKING_OFF, [Suspend, Kill, Release]),
+    (S.REVIVING, Expired): (S.RESTARTING, [Suspend, Kill]),
+    (S.REVIVING, Close): (S.LEAVING, [Fail, Kill]),
 }
 
 EVENTS: dict[type[Event], Event] = {
@@ -84,22 +120,22 @@ EVENTS: dict[type[Event], Event] = {
 }
 
 #: states in which something is waited for that may never come
-WAITING = {S.STARTING, S.DRAINING, S.LEAVING, S.DEAD}
+WAITING = {S.STARTING, S.DRAINING, S.LEAVING, S.DEAD, S.RESTARTING, S.BACKING_OFF, S.REVIVING}
 
 
-def lifecycle_in(state: WorldState) -> Lifecycle:
-    lifecycle = Lifecycle(0.0, START_TIMEOUT)
-    for now, event in enumerate(PATHS[state]):
+def lifecycle_in(state: WorldState, policy: RestartPolicy | None = None) -> Lifecycle:
+    lifecycle = Lifecycle(0.0, START_TIMEOUT) if policy is None else Lifecycle(0.0, START_TIMEOUT, policy)
+    for now, event in enumerate(PATHS[state] if policy is None else RESTART_PATHS[state]):
         lifecycle.handle(event, float(now))
     assert lifecycle.state is state
     return lifecycle
 
 
 def image(lifecycle: Lifecycle) -> dict[str, object]:
-    return dict(vars(lifecycle))
+    return {name: list(value) if isinstance(value, deque) else value for name, value in vars(lifecycle).items()}
 
 
-@pytest.mark.parametrize(("state", "kind"), list(itertools.product(S, EVENTS)), ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(("state", "kind"), list(itertools.product(PATHS, EVENTS)), ids=lambda value: getattr(value, "name", None))
 def test_every_state_with_every_event(state, kind):
     lifecycle = lifecycle_in(state)
     before = image(lifecycle)
@@ -112,6 +148,63 @@ def test_every_state_with_every_event(state, kind):
     actions = lifecycle.handle(EVENTS[kind], 100.0)
     assert (lifecycle.state, [type(action) for action in actions]) == expected
     assert (lifecycle.deadline is not None) is (lifecycle.state in WAITING)
+
+
+@pytest.mark.parametrize(("state", "kind"), list(itertools.product(RESTART_PATHS, EVENTS)), ids=lambda value: getattr(value, "name", None))
+def test_every_state_with_every_event_when_worlds_are_restarted(state, kind):
+    """A26."""
+    lifecycle = lifecycle_in(state, POLICY)
+    before = image(lifecycle)
+    expected = RESTART_TABLE.get((state, kind))
+    if expected is None:
+        with pytest.raises(IllegalTransition, match=state.name):
+            lifecycle.handle(EVENTS[kind], 100.0)
+        assert image(lifecycle) == before
+        return
+    actions = lifecycle.handle(EVENTS[kind], 100.0)
+    assert (lifecycle.state, [type(action) for action in actions]) == expected
+    assert (lifecycle.deadline is not None) is (lifecycle.state in WAITING)
+
+
+def die(lifecycle: Lifecycle, now: float) -> WorldState:
+    """One death of a world that was READY, as far as it gets: READY again, or REAPED."""
+    lifecycle.handle(Lost(EngineDeadError(f"died at {now}")), now)
+    lifecycle.handle(GONE, now)
+    if lifecycle.state is S.BACKING_OFF:
+        assert lifecycle.deadline is not None
+        lifecycle.handle(Expired(), lifecycle.deadline)
+        lifecycle.handle(Started(), now)
+    return lifecycle.state
+
+
+def test_restarts_are_limited_within_the_window_and_forgotten_after_it():
+    lifecycle = Lifecycle(0.0, START_TIMEOUT, RestartPolicy(attempts=2, window=10.0))
+    lifecycle.handle(Started(), 0.0)
+    assert [die(lifecycle, now) for now in (1.0, 2.0, 11.5, 12.5)] == [S.READY] * 4
+    assert lifecycle.restarts == 4 and lifecycle.error is None
+    assert die(lifecycle, 13.0) is S.REAPED
+    assert str(lifecycle.error) == "died at 13.0"
+
+
+def test_the_back_off_doubles_up_to_its_limit():
+    lifecycle = Lifecycle(0.0, START_TIMEOUT, RestartPolicy(attempts=5000, window=1e9, backoff=0.5, max_backoff=3.0))
+    lifecycle.handle(Started(), 0.0)
+    waits = []
+    for _ in range(2000):
+        lifecycle.handle(Lost(EngineDeadError("again")), 5.0)
+        lifecycle.handle(GONE, 5.0)
+        assert lifecycle.deadline is not None
+        waits.append(lifecycle.deadline - 5.0)
+        lifecycle.handle(Expired(), 5.0)
+        lifecycle.handle(Started(), 5.0)
+    assert waits[:5] == [0.5, 1.0, 2.0, 3.0, 3.0] and set(waits[3:]) == {3.0}
+
+
+def test_a_death_in_the_first_start_is_final():
+    """A9: there is nothing to go on with, and the constructor should say at once what is wrong."""
+    lifecycle = Lifecycle(0.0, START_TIMEOUT, POLICY)
+    lifecycle.handle(Lost(StartupError("no such model")), 1.0)
+    assert lifecycle.state is S.DEAD
 
 
 def test_the_first_error_stays():
@@ -170,14 +263,15 @@ def test_requests_that_a_used_up_budget_cut_off_are_told_so():
     assert kill == Kill()
 
 
+@pytest.mark.parametrize("policy", [RestartPolicy(), POLICY], ids=["fail", "restart"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
-def test_every_sequence_of_events_ends_well(length):
-    """Any events in any order, then every process has exited and the owner closes: the world is CLOSED, was released once, failed what was
-    live, and never waited without a deadline.
+def test_every_sequence_of_events_ends_well(length, policy):
+    """Any events in any order, then every process has exited and the owner closes: the last world is CLOSED, each was released once, what
+    was live has failed, the thread ends once, and nothing was ever waited for without a deadline.
     """
     for sequence in itertools.product(EVENTS.values(), repeat=length):
-        lifecycle = Lifecycle(0.0, START_TIMEOUT)
-        released, first_error, failed = 0, None, False
+        lifecycle = Lifecycle(0.0, START_TIMEOUT, policy)
+        released, ended, worlds, first_error, failed = 0, 0, 1, None, False
         now = 0.0
         for event in (*sequence, Gone(EngineDeadError("gone")), Close(False, BUDGET)):
             now += 0.25
@@ -188,13 +282,16 @@ def test_every_sequence_of_events_ends_well(length):
                 assert image(lifecycle) == before
                 assert not isinstance(event, Close), "closing is never illegal"
                 continue
-            assert actions.count(Release()) == 0 or actions[-1] == Release(), "nothing is done to a world that was given back"
-            released += actions.count(Release())
+            kinds = [type(action) for action in actions]
+            assert Release not in kinds or kinds[kinds.index(Release) :] in ([Release], [Release, End]), "a world given back is left alone"
+            released += kinds.count(Release)
+            ended += kinds.count(End)
+            worlds += kinds.count(Launch)
             failed = failed or any(isinstance(action, Fail) for action in actions)
             first_error = first_error or lifecycle.error
             assert lifecycle.error is first_error
             assert (lifecycle.deadline is not None) is (lifecycle.state in WAITING), f"{lifecycle} after {event} in {sequence}"
-            if lifecycle.state not in (S.STARTING, S.READY):
+            if lifecycle.state not in (S.STARTING, S.READY, S.RESTARTING, S.BACKING_OFF, S.REVIVING):
                 assert isinstance(lifecycle.error, HeadraceError), "whoever is refused is told why"
         assert lifecycle.state is S.CLOSED, f"{lifecycle} after {sequence}"
-        assert released == 1 and failed, f"{lifecycle} after {sequence}"
+        assert released == worlds and ended == 1 and failed, f"{lifecycle} after {sequence}"

@@ -1,0 +1,34 @@
+"""A live request as the ledger keeps it: where its deltas go, and what it takes to run it again in another world."""
+
+from __future__ import annotations
+
+from array import array
+
+from headrace.executor.request import CheckedRequest
+from headrace.executor.result import Mailbox
+
+
+class LiveRequest:
+    """``history``: every token that its worlds have delivered, int32; None where no world can follow, and it would only cost memory."""
+
+    __slots__ = ("_checked", "history", "mailbox")
+
+    def __init__(self, mailbox: Mailbox, checked: CheckedRequest, replayable: bool) -> None:
+        self.mailbox = mailbox
+        self._checked = checked
+        self.history: array[int] | None = array("i") if replayable else None
+
+    def __repr__(self) -> str:
+        return f"<LiveRequest {self.mailbox!r}>"
+
+    def rest(self) -> CheckedRequest:
+        """What is still to be done: the prompt with what was delivered behind it. Tokens are sampled by seed and position, so they go on
+        as if nothing had happened.
+        """
+        history = self.history
+        if not history:
+            return self._checked
+        checked = self._checked
+        return checked._replace(
+            token_ids=checked.token_ids + history, max_tokens=checked.max_tokens - len(history), num_generated=len(history)
+        )

@@ -1,0 +1,67 @@
+"""One world as the dispatch thread holds it: session folder, sockets, processes. A restart makes another; the two share nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.config import EngineConfig
+from headrace.executor.launchers.base import Launcher
+from headrace.executor.monitor import WorldMonitor
+from headrace.executor.outbox import Outbox
+from headrace.executor.session import Session
+from headrace.executor.startup import Startup
+from headrace.ipc.bootstrap import FILE_NAME, Bootstrap, local_bootstrap, write_bootstrap
+from headrace.ipc.channel import Channel, ServedChannel, new_key
+
+
+class World:
+    """From ``open``, which may fail half-way, to ``close``, which gives back whatever was opened."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.startup = Startup(config.tensor_parallel_size)
+        # In the order in which `open` makes them; None before.
+        self.session: Session | None = None
+        self.bootstrap: Bootstrap | None = None
+        self.init: ServedChannel | None = None
+        self.results: Channel | None = None
+        self.outbox: Outbox | None = None
+        self.monitor: WorldMonitor | None = None
+        self._kills = 0
+        self.closed = False
+
+    def open(self, launcher: Launcher, on_send_failed: Callable[[list[int], Exception], None]) -> None:
+        """Bind the sockets, then launch. Raises StartupError, ChannelError, OSError."""
+        from headrace.ipc.zmq_channel import bind_pair, bind_served
+
+        self.session = session = Session()
+        self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self._config)
+        self.init = bind_served(bootstrap.address("init"), bootstrap.key)
+        self.results = bind_pair(bootstrap.address("result"), bootstrap.key)
+        self.outbox = Outbox(bind_pair(bootstrap.address("request"), bootstrap.key), on_send_failed)
+        path = write_bootstrap(session.path, bootstrap)
+        self.monitor = WorldMonitor(launcher.launch(session.path, path, self._config.tensor_parallel_size))
+
+    def forget_key_file(self) -> None:
+        """Every rank has read the key: it leaves the disk."""
+        if self.session is not None:
+            (self.session.path / FILE_NAME).unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """Kill every process, harder from the second time on."""
+        if self.monitor is not None:
+            self.monitor.kill(hard=self._kills > 0)
+        self._kills += 1
+
+    def close(self) -> None:
+        """Its processes are gone: give back the rest."""
+        self.closed = True
+        if self.outbox is not None:
+            self.outbox.close()
+        for end in (self.init, self.results):
+            if end is not None:
+                end.close()
+        if self.monitor is not None:
+            self.monitor.close()
+        if self.session is not None:
+            self.session.remove()
