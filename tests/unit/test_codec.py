@@ -72,6 +72,10 @@ def strategy(type_: Any) -> st.SearchStrategy[Any]:
             return st.text()
         case mi.BytesType():
             return st.binary()
+        case mi.NoneType():
+            return st.none()
+        case mi.UnionType(types=types):
+            return st.one_of(*map(strategy, types))
         case mi.VarTupleType(item_type=item):
             return st.lists(strategy(item), max_size=4).map(tuple)
         case mi.DictType(key_type=key, value_type=value):
