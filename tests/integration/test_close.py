@@ -215,6 +215,9 @@ import asyncio, atexit, os, signal, sys, threading, time
 from headrace import LLM, SamplingParams
 from tests.integration.worlds import make, submit, folder, pids
 
+# Who runs the tests in the background of a shell has SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def started(**echo):
     executor = make(2, step_time=0.002, **echo)
     executor.start()
