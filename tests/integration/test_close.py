@@ -215,6 +215,9 @@ import asyncio, atexit, os, signal, sys, threading, time
 from headrace import LLM, SamplingParams
 from tests.integration.worlds import make, submit, folder, pids
 
+# Who runs the tests in the background of a shell has SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def started(**echo):
     executor = make(2, step_time=0.002, **echo)
     executor.start()
@@ -272,11 +275,12 @@ def test_every_way_to_end_a_program_ends_it_and_its_world(end):
     assert result.stdout == "" and result.stderr == ("over\n" if end == "exception" else "")
 
 
+#: `tell` says that the signal may come: in the loop not before it runs, since an interrupt in its construction is another matter
 CTRL_C = {
-    "waiting": "handle.result()",
-    "iterating": "\nfor output in handle: pass",
-    "loop": "\nasync def main(): await handle\nasyncio.run(main())",
-    "generate": "LLM.generate(llm, [[1], [2]], SamplingParams(max_tokens=8000))",
+    "waiting": "tell()\nhandle.result()",
+    "iterating": "tell()\nfor output in handle: pass",
+    "loop": "async def main():\n    tell()\n    await handle\nasyncio.run(main())",
+    "generate": "tell()\nLLM.generate(llm, [[1], [2]], SamplingParams(max_tokens=8000))",
 }
 
 
@@ -289,7 +293,7 @@ def test_ctrl_c_ends_everything_once_without_a_word_from_the_children(how):
         "llm = LLM('echo', tensor_parallel_size=2, echo=EchoConfig(step_time=0.002))\n"
         "handle = llm.generate_async([1], SamplingParams(max_tokens=8000), streaming=True)\n"
         "next(handle)\n"
-        "print(folder(llm.executor), *pids(llm.executor).values(), flush=True)\n" + CTRL_C[how]
+        "tell = lambda: print(folder(llm.executor), *pids(llm.executor).values(), flush=True)\n" + CTRL_C[how]
     )
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -132,7 +132,9 @@ def test_a_rank_that_exits_without_a_word_ends_the_start(early, tmp_path, monkey
     executor = make(2, load_time=LONG)
     error, took = failed_start(executor)
     print(f"told after {took:.2f} s: {error}")
-    assert error.exit_code == 3 and "exited with code 3" in str(error)
+    # Open MPI 5.0's prterun now and then aborts by itself (an assertion about thread priorities) when a rank leaves while it connects.
+    aborted = early and error.signal == signal.SIGABRT and "prterun" in error.remote_cause
+    assert aborted or (error.exit_code == 3 and "exited with code 3" in str(error))
     if early:
         assert "no licence for this machine" in error.remote_cause
     else:
