@@ -392,7 +392,7 @@ class Dispatcher:
             log.warning("%d requests wait for the next world", len(self.ledger))
         wake(waiters)
         if suspended.convicted:
-            log.error("a request that was present at %d deaths, at last alone, is failed", self._max_deaths)
+            log.error("a request is failed: its world died %d times in a row when it was to run", self._max_deaths)
             self._fail(suspended.convicted, error)
 
     def _resume(self) -> None:

@@ -16,11 +16,11 @@ until its terminal record from the world, until it is ended while no world has i
 
 A request that is CANCELLING and finishes by itself is reported as aborted: who has asked for the end must not be told of another. STOPPING
 is a request whose stop string was found in the user process: its reader has its ending already, the world has not confirmed it. HELD is one
-that no world has: the last one died under it, or died before it was sent.
-
-*Isolation.* A death counts against every request that the world had. From SUSPECT_DEATHS on a request is a suspect, and at most one suspect
-is with a world at a time; if the world dies again, and by then it has ``max_deaths``, the suspect is ended as DEAD. So a request that kills
-its world each time is found and ended, and the others, suspects or not, finish.
+that no world has: the last one died under it, or died before it was sent.  *Isolation.* A death counts against every request that the world
+had, until a later world gives it a token. From SUSPECT_DEATHS on a request is a suspect, and at most one suspect is with a world at a time;
+if the world dies again, and by then it has ``max_deaths``, the suspect is ended as DEAD. So a request that kills its world each time is
+found and ended, whatever token it does it at, since a replay begins there; and the others finish, however often their worlds are killed by
+something else.
 """
 
 from __future__ import annotations
@@ -147,6 +147,10 @@ class Ledger(Generic[H]):
                 self.late_deltas += 1
             return None
         stopping = entry.phase is Phase.STOPPING
+        if entry.deaths:
+            entry.deaths = 0
+            if self._suspect == request_id:
+                self._suspect = None
         if finish is not None:
             outcome = OUTCOME_OF_FINISH[finish]
             if entry.phase is Phase.CANCELLING and outcome is Outcome.FINISHED:

@@ -81,7 +81,8 @@ class RestartPolicy:
         window: see ``attempts``.
         backoff: seconds before the first restart of a window; doubles with each further one.
         max_backoff: the most that it grows to.
-        max_deaths: a request that was present at so many deaths, the last time as the only suspect, is failed.
+        max_deaths: a request that was present at so many deaths without a token in between, the last time as the only suspect, is failed;
+            at least 3.
     """
 
     attempts: int = 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import echo_token
 from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
+from headrace.executor.lifecycle import FAIL, RestartPolicy
 from headrace.executor.proxy import GenerationExecutorProxy
 from headrace.executor.request import GenerationRequest
 from headrace.executor.result import GenerationResult
@@ -25,10 +26,18 @@ LONG = 30.0
 VOCABULARY = EchoConfig().vocab_size
 
 
-def make(ranks: int = 1, *, launcher=None, start_timeout: float = LONG, on_progress=None, **echo) -> GenerationExecutorProxy:
+def make(
+    ranks: int = 1, *, launcher=None, start_timeout: float = LONG, on_engine_death: RestartPolicy = FAIL, on_progress=None, **echo
+) -> GenerationExecutorProxy:
     """An executor that is not started."""
     config = EngineConfig(model="echo", runner="echo", tensor_parallel_size=ranks, echo=EchoConfig(**echo))
-    return GenerationExecutorProxy(config, launcher or MpiLauncher(find_mpi()), start_timeout=start_timeout, on_progress=on_progress)
+    return GenerationExecutorProxy(
+        config,
+        launcher or MpiLauncher(find_mpi()),
+        start_timeout=start_timeout,
+        on_engine_death=on_engine_death,
+        on_progress=on_progress,
+    )
 
 
 @contextlib.contextmanager

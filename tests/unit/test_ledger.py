@@ -1,4 +1,4 @@
-"""The ledger (invariants 1 and 12; A14, A15, A17, A18, A26, A27): its table, event by event, and sequences of events against a model of it."""
+"""The ledger (invariants 1, 12; A14, A15, A17, A18, A26, A27): its table, event by event, and sequences of events against a model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def ledger_in(phase: Phase | None) -> Ledger[str]:
     return ledger
 
 
-def phase_of(ledger: Ledger[str]) -> Phase | None:
-    entry = ledger._live.get(ID)
+def phase_of(ledger: Ledger[str], request_id: int = ID) -> Phase | None:
+    entry = ledger._live.get(request_id)
     return None if entry is None else entry.phase
 
 
@@ -219,6 +219,27 @@ def test_new_requests_run_beside_a_suspect_and_are_not_convicted_with_it():
     assert list(ledger.resume()) == [(1, "new")]
 
 
+def test_a_token_absolves():
+    """A26: whoever gets on between the deaths does not cause them, and the next suspect may run."""
+    ledger: Ledger[str] = Ledger()
+    ledger.register([(0, "a"), (1, "b")])
+    for _ in range(SUSPECT_DEATHS):
+        ledger.suspend(3)
+        assert next(ledger.resume()) == (0, "a")
+        list(ledger.resume())
+    assert phase_of(ledger, 1) is Phase.HELD and not ledger.may_resume
+    assert ledger.delta(0, None) == ("a", None)
+    assert ledger.may_resume and list(ledger.resume()) == [(1, "b")]
+    ledger.delta(1, None)
+    for _ in range(10):
+        assert ledger.suspend(3).convicted == []
+        list(ledger.resume())
+        for request_id in (0, 1):
+            ledger.delta(request_id, None)
+            list(ledger.resume())
+    assert ledger.suspend(3).convicted == [] and len(ledger) == 2
+
+
 class AnySequence(RuleBasedStateMachine):
     """Any events in any order: the balance holds after each, an illegal one changes nothing, and no handle gets two endings."""
 
@@ -304,6 +325,7 @@ class AnySequence(RuleBasedStateMachine):
         left = [key for key, phase in self.phase.items() if phase is Phase.HELD]
         assert all(self.ledger._live[key].deaths >= SUSPECT_DEATHS for key in left)
         assert not self.ledger.may_resume, "no suspect waits while the world has none"
+        assert not left or self.phase[self.ledger._suspect] is not Phase.HELD
 
     @rule(request_id=ids)
     def stop_found(self, request_id: int) -> None:
