@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from headrace.config import DType, EchoConfig, EngineConfig, EngineFacts, Runner
-from headrace.errors import ModelError, RequestError
+from headrace.errors import ModelError, QueueFullError, RequestError
 from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
 
@@ -25,6 +26,10 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 ProgressListener: TypeAlias = Callable[[int, str, int, int], None]
 
 _DEFAULTS = EngineConfig(model="")
+
+#: of a list of prompts, so many requests are under way at once for each that can run in one step, and at least MIN_WINDOW
+WINDOW_PER_RUNNING = 4
+MIN_WINDOW = 1024
 
 
 class LLM:
@@ -44,6 +49,8 @@ class LLM:
         num_threads: threads for each rank; None: cores divided by ranks.
         mpi: which MPI starts the world: auto, openmpi, mpich, system, or the path of an mpiexec.
         start_timeout: seconds that the world may take until it is ready.
+        max_queued_requests: most requests that may wait for their first token; more are refused with QueueFullError.
+        max_queued_tokens: most prompt tokens of all of them together.
         on_engine_death: what happens when the world dies: "fail" ends all requests with EngineDeadError; "restart" starts another world,
             which goes on with them where they were; or a RestartPolicy.
         progress: True: a bar on stderr while weights load; or a callable (rank, stage, done, total), called in another thread.
@@ -70,10 +77,13 @@ class LLM:
         num_threads: int | None = _DEFAULTS.num_threads,
         mpi: str = "auto",
         start_timeout: float = 600.0,
+        max_queued_requests: int = 4096,
+        max_queued_tokens: int = 4 * 1024 * 1024,
         on_engine_death: Literal["fail", "restart"] | RestartPolicy = "fail",
         progress: bool | ProgressListener = False,
         echo: EchoConfig | None = None,
     ) -> None:
+        from headrace.executor.admission import QueueLimits
         from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
         from headrace.executor.proxy import GenerationExecutorProxy
 
@@ -108,6 +118,7 @@ class LLM:
             MpiLauncher(find_mpi(mpi)),
             start_timeout=start_timeout,
             on_engine_death=_policy(on_engine_death),
+            limits=QueueLimits(max_queued_requests, max_queued_tokens),
             on_progress=listener,
         )
         try:
@@ -181,15 +192,36 @@ class LLM:
             if isinstance(sampling_params, Sequence):
                 raise RequestError("one prompt takes one SamplingParams, not a list of them")
             return self.generate_async(inputs, sampling_params).result()
-        handles = self._submit(self._prepare(inputs, sampling_params))
-        return _wait_all(handles, use_tqdm)
+        return self._answer_all(self._prepare(inputs, sampling_params), use_tqdm)
 
-    def generate_async(self, inputs: Prompt, sampling_params: SamplingParams | None = None, streaming: bool = False) -> GenerationResult:
+    def generate_async(
+        self,
+        inputs: Prompt,
+        sampling_params: SamplingParams | None = None,
+        streaming: bool = False,
+        *,
+        priority: float = 0.5,
+        timeout: float | None = None,
+    ) -> GenerationResult:
         """Start one request and return its handle: ``.result(timeout)``, ``await``, ``for``, ``async for``, ``.abort()``.
 
         Dropping the handle cancels the request.
+
+        Args:
+            inputs: a text, a list of ints, a mapping with "prompt" or "prompt_token_ids".
+            sampling_params: how to sample.
+            streaming: iterating over the handle yields as tokens arrive.
+            priority: higher runs first; equal ones keep their order.
+            timeout: seconds after which the request ends with ``finish_reason="timeout"`` and what it has; None: no deadline.
+
+        Raises:
+            RequestError: the prompt is refused.
+            QueueFullError: too much waits already; ``retry_after`` is a hint in seconds.
+            EngineDeadError, ClosedError: there is no world.
         """
-        return self._submit([self._request(inputs, sampling_params or SamplingParams(), streaming)])[0]
+        request = self._request(inputs, sampling_params or SamplingParams(), streaming)
+        request.priority, request.timeout = priority, timeout
+        return self._submit([request])[0]
 
     @overload
     def chat(self, messages: Conversation, sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput: ...
@@ -209,7 +241,7 @@ class LLM:
                 raise RequestError("one conversation takes one SamplingParams, not a list of them")
             return self.chat_async(messages, sampling_params).result()
         prompts = [self._chat_prompt(conversation) for conversation in messages]
-        return _wait_all(self._submit(self._prepare(prompts, sampling_params)), use_tqdm)
+        return self._answer_all(self._prepare(prompts, sampling_params), use_tqdm)
 
     def chat_async(
         self, messages: Conversation, sampling_params: SamplingParams | None = None, streaming: bool = False
@@ -225,6 +257,35 @@ class LLM:
 
     def _submit(self, requests: list[GenerationRequest]) -> list[GenerationResult]:
         return self._executor.submit(requests)
+
+    def _answer_all(self, requests: list[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """In their order. However many there are, no more are under way than keep every step full, so the queue has room for others too."""
+        from tqdm import tqdm
+
+        window = max(MIN_WINDOW, WINDOW_PER_RUNNING * self.facts.max_batch_size)
+        under_way: deque[GenerationResult] = deque()
+        outputs: list[RequestOutput] = []
+        size, begun = window, 0
+        # tqdm's monitor thread is for bars that get stuck; it would outlive this one. None: a bar where stderr is a terminal.
+        tqdm.monitor_interval = 0
+        with tqdm(total=len(requests), unit="prompt", disable=None if use_tqdm else True) as bar:
+            while len(outputs) < len(requests):
+                if begun < len(requests) and len(under_way) <= window // 2:
+                    burst = requests[begun : begun + min(size, window - len(under_way))]
+                    try:
+                        under_way += self._submit(burst)
+                        begun += len(burst)
+                        continue
+                    except QueueFullError:
+                        # Smaller bursts, since long prompts fill the queue sooner, or after some of ours have left it.
+                        if not under_way and len(burst) == 1:
+                            raise
+                        size = max(1, len(burst) // 2)
+                        if not under_way:
+                            continue
+                outputs.append(under_way.popleft().result())
+                bar.update()
+        return outputs
 
     def _prepare(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -281,15 +342,6 @@ def _is_one_prompt(inputs: Any) -> bool:
     if not isinstance(inputs, Sequence):
         raise RequestError(f"inputs must be a prompt or a list of prompts, not {type(inputs).__name__}")
     return bool(inputs) and not isinstance(inputs[0], str | Sequence | Mapping) and not hasattr(inputs[0], "__array__")
-
-
-def _wait_all(handles: list[GenerationResult], use_tqdm: bool) -> list[RequestOutput]:
-    from tqdm import tqdm
-
-    # None: a bar where stderr is a terminal. The monitor thread is for bars that get stuck; it would outlive this one.
-    tqdm.monitor_interval = 0
-    with tqdm(handles, unit="prompt", disable=None if use_tqdm else True) as bar:
-        return [handle.result() for handle in bar]
 
 
 def _load_tokenizer(path: str | Path) -> Tokenizer:

@@ -18,9 +18,11 @@ from typing import TypeAlias
 
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, EngineDeadError, HeadraceError, StartupError
+from headrace.executor.admission import Admission, QueueLimits
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.ledger import Cancelled, Ledger
 from headrace.executor.lifecycle import (
+    HOLDING,
     Action,
     Announce,
     Close,
@@ -57,6 +59,8 @@ worker_log = logging.getLogger("headrace.worker")
 FRAMES_PER_TURN = 256
 #: seconds until a full request channel is tried again
 RETRY_FULL = 0.01
+#: seconds between two looks at the deadlines of requests that no world has
+HELD_PATIENCE = 0.05
 
 FINISH_OF_CODE: tuple[FinishReason | None, ...] = (None, *FinishReason)
 Handler: TypeAlias = Callable[[], None]
@@ -89,11 +93,13 @@ class Dispatcher:
         launcher: Launcher,
         start_timeout: float,
         policy: RestartPolicy,
+        limits: QueueLimits,
         on_progress: ProgressListener | None,
     ) -> None:
         self.lock = threading.RLock()
         self.ledger: Ledger[LiveRequest] = Ledger()
         self.lifecycle = Lifecycle(time.monotonic(), start_timeout, policy)
+        self.admission = Admission(limits)
         self.facts: EngineFacts | None = None
         self.bad_frames = 0
         self.faults = 0
@@ -188,6 +194,8 @@ class Dispatcher:
                 self._handle(Lost(error))
             if monitor.gone:
                 self._handle(Gone(monitor.describe(starting)))
+        if self.lifecycle.state in HOLDING:
+            self._expire_held(now)
         if not self._ended and self.lifecycle.deadline is not None and now >= self.lifecycle.deadline:
             self._handle(Expired(self.world.startup.report()))
 
@@ -195,8 +203,19 @@ class Dispatcher:
         monitor = None if self.world.closed else self.world.monitor
         deadlines = [self.lifecycle.deadline, self._retry_at, monitor.deadline if monitor is not None else None]
         due = [deadline for deadline in deadlines if deadline is not None]
+        if self.lifecycle.state in HOLDING:
+            due.append(time.monotonic() + HELD_PATIENCE)
         # A deadline may be infinite, and no wait can.
         return min(max(0.0, min(due) - time.monotonic()), threading.TIMEOUT_MAX) if due else None
+
+    def _expire_held(self, now: float) -> None:
+        """A deadline that passes while there is no world to watch it."""
+        waiters: list[Waiter] = []
+        with self.lock:
+            expired = [request_id for request_id, live in self.ledger.held() if live.deadline is not None and live.deadline <= now]
+            for request_id in expired:
+                self._end(self.ledger.expire(request_id), FinishReason.TIMEOUT, waiters)
+        wake(waiters)
 
     # --- what arrives
 
@@ -239,6 +258,8 @@ class Dispatcher:
                     fresh = tokens[start:end]
                     if live.history is not None:
                         live.history.extend(fresh)
+                    if live.waiting:
+                        self._admitted(live)
                     mailbox = live.mailbox
                     ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
                     if ended and ending is None and ledger.stop_found(request_id):
@@ -251,6 +272,11 @@ class Dispatcher:
                 self._resume()
         wake(waiters)
         self.flush()
+
+    def _admitted(self, live: LiveRequest) -> None:
+        """It waits no longer: it has its first token, or its ending. Holds the lock."""
+        self.admission.leave(live.waiting, time.monotonic())
+        live.waiting = 0
 
     def _read_init(self) -> None:
         init = self.world.init
@@ -310,9 +336,15 @@ class Dispatcher:
                 # Behind its submit, which was put there under the same lock.
                 self.world.outbox.put(request_id)
             elif live is not None:
-                live.mailbox.deliver([], FinishReason.ABORT, None, None)
-                live.mailbox.take_waiters(waiters)
+                self._end(live, FinishReason.ABORT, waiters)
         wake(waiters)
+
+    def _end(self, live: LiveRequest, finish: FinishReason, waiters: list[Waiter]) -> None:
+        """End the reader of a request that has left the ledger without the world's doing. Holds the lock."""
+        if live.waiting:
+            self._admitted(live)
+        live.mailbox.deliver([], finish, None, None)
+        live.mailbox.take_waiters(waiters)
 
     def _read_output(self) -> None:
         assert self.world.monitor is not None
@@ -387,8 +419,7 @@ class Dispatcher:
         with self.lock:
             suspended = self.ledger.suspend(self._max_deaths)
             for live in suspended.aborted:
-                live.mailbox.deliver([], FinishReason.ABORT, None, None)
-                live.mailbox.take_waiters(waiters)
+                self._end(live, FinishReason.ABORT, waiters)
             log.warning("%d requests wait for the next world", len(self.ledger))
         wake(waiters)
         if suspended.convicted:
@@ -411,6 +442,8 @@ class Dispatcher:
         waiters: list[Waiter] = []
         with self.lock:
             for live in victims:
+                if live.waiting:
+                    self._admitted(live)
                 live.mailbox.fail(error)
                 live.mailbox.take_waiters(waiters)
         wake(waiters)

@@ -12,6 +12,7 @@ until its terminal record from the world, until it is ended while no world has i
     send failed    illegal        end FAILED              end FAILED              illegal             nothing
     suspended      HELD           HELD, or end DEAD       end ABORTED             end FINISHED        -
     resumed        -> SENT        illegal                 illegal                 illegal             -
+    expired        end TIMED_OUT  illegal                 illegal                 illegal             illegal
     died           end DEAD       end DEAD                end DEAD                end FINISHED        -
 
 A request that is CANCELLING and finishes by itself is reported as aborted: who has asked for the end must not be told of another. STOPPING
@@ -228,6 +229,18 @@ class Ledger(Generic[H]):
     def may_resume(self) -> bool:
         """Whether a suspect is held and the world has none: after an ending, ``resume`` has something to do."""
         return self._held > 0 and self._suspect is None
+
+    def held(self) -> Iterator[tuple[int, H]]:
+        """What no world has."""
+        return ((request_id, entry.handle) for request_id, entry in self._live.items() if entry.phase is Phase.HELD)
+
+    def expire(self, request_id: int) -> H:
+        """The deadline of a held request has passed; the world watches those of the others. The handle to end."""
+        entry = self._live.get(request_id)
+        if entry is None or entry.phase is not Phase.HELD:
+            raise IllegalEvent(f"deadline of request {request_id}, which is {entry!r}")
+        self._end(request_id, Outcome.TIMED_OUT)
+        return entry.handle
 
     def died(self) -> list[H]:
         """No world follows: handles to fail. The ledger is empty afterwards."""

@@ -9,17 +9,25 @@ from headrace.executor.result import Mailbox
 
 
 class LiveRequest:
-    """``history``: every token that its worlds have delivered, int32; None where no world can follow, and it would only cost memory."""
+    """``history``: every token that its worlds have delivered, int32; None where no world can follow, and it would only cost memory.
+    ``waiting``: prompt tokens that count as waiting for admission; 0 from the first token on.
+    """
 
-    __slots__ = ("_checked", "history", "mailbox")
+    __slots__ = ("_checked", "history", "mailbox", "waiting")
 
     def __init__(self, mailbox: Mailbox, checked: CheckedRequest, replayable: bool) -> None:
         self.mailbox = mailbox
         self._checked = checked
+        self.waiting = len(checked.token_ids)
         self.history: array[int] | None = array("i") if replayable else None
 
     def __repr__(self) -> str:
         return f"<LiveRequest {self.mailbox!r}>"
+
+    @property
+    def deadline(self) -> float | None:
+        """By time.monotonic; None: none."""
+        return self._checked.deadline
 
     def rest(self) -> CheckedRequest:
         """What is still to be done: the prompt with what was delivered behind it. Tokens are sampled by seed and position, so they go on

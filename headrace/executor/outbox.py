@@ -7,6 +7,7 @@ caller at once, and a burst from many threads goes as a few large frames instead
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -132,7 +133,17 @@ def _message(run: list[Item]) -> Submit | Cancel | Shutdown:
         if place is None:
             place = index[id(own)] = len(params)
             params.append(own)
-        length, generated = len(checked.token_ids), checked.num_generated
-        heads.append(RequestHead(item.request_id, length, place, checked.max_tokens, checked.seed, generated))
+        heads.append(
+            RequestHead(
+                request_id=item.request_id,
+                num_prompt_tokens=len(checked.token_ids),
+                params=place,
+                max_tokens=checked.max_tokens,
+                seed=checked.seed,
+                num_generated=checked.num_generated,
+                priority=checked.request.priority,
+                timeout=None if checked.deadline is None else max(0.0, checked.deadline - time.monotonic()),
+            )
+        )
         token_ids.extend(checked.token_ids)
     return Submit(requests=tuple(heads), params=tuple(params), token_ids=Buffer(token_ids))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, ClosedError, EngineDeadError, HeadraceError, RequestError
+from headrace.executor.admission import QueueLimits
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.lifecycle import FAIL, HOLDING, Close, RestartPolicy, WorldState
@@ -36,6 +37,7 @@ class GenerationExecutorProxy:
         launcher: who starts it.
         start_timeout: seconds from launch to READY.
         on_engine_death: whether a world that dies is followed by another, which takes over the live requests.
+        limits: how much may wait; None: those of ``QueueLimits()``.
         on_progress: told where each rank is while it starts; called in the dispatch thread.
     """
 
@@ -46,11 +48,12 @@ class GenerationExecutorProxy:
         *,
         start_timeout: float = 600.0,
         on_engine_death: RestartPolicy = FAIL,
+        limits: QueueLimits | None = None,
         on_progress: ProgressListener | None = None,
     ) -> None:
         self._launcher = launcher
         self._ranks = config.tensor_parallel_size
-        self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, on_progress)
+        self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, limits or QueueLimits(), on_progress)
         # Ids rise in the order of registration; both happen under the dispatcher's lock.
         self._next_id = 0
         # Guards the control channel, one call at a time, and says whose it is. It is there from READY to close.
@@ -107,6 +110,8 @@ class GenerationExecutorProxy:
         with dispatcher.lock:
             counts = dispatcher.ledger.counters()
             counts["restarts"] = dispatcher.lifecycle.restarts
+            admission = dispatcher.admission
+            counts |= {"waiting": admission.requests, "waiting_tokens": admission.tokens, "refused": admission.refused}
         return counts | {"bad_frames": dispatcher.bad_frames, "dispatch_faults": dispatcher.faults}
 
     def processes(self) -> dict[str, int]:
@@ -122,6 +127,7 @@ class GenerationExecutorProxy:
 
         Raises:
             RequestError: one of them is refused; the message names the value and the limit. Nothing was sent.
+            QueueFullError: they do not fit into the queue; nothing was registered. ``retry_after`` says when to try again.
             EngineDeadError, ClosedError: the world is not there; nothing was registered.
             ChannelError: sending failed; nothing is registered any more.
         """
@@ -131,6 +137,7 @@ class GenerationExecutorProxy:
             held = self.state in HOLDING
             if not held and self.state is not WorldState.READY:
                 raise self._refusal()
+            dispatcher.admission.enter(len(checked), sum(len(one.token_ids) for one in checked))
             admitted = [Admitted(request_id, one) for request_id, one in enumerate(checked, self._next_id)]
             self._next_id += len(admitted)
             results = [GenerationResult(item.request_id, item.checked.request, dispatcher.lock, dispatcher.post) for item in admitted]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 import reprlib
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ class GenerationRequest:
         streaming: iterating over the handle yields as tokens arrive; otherwise once, at the end.
         prompt: the prompt's text, for the output record only.
         stage: makes text; None: token ids only.
+        priority: higher runs first; equal ones keep their order.
+        timeout: seconds from submit until it ends with finish reason "timeout"; None: no deadline.
     """
 
     prompt_token_ids: Sequence[int]
@@ -57,15 +61,20 @@ class GenerationRequest:
     streaming: bool = False
     prompt: str | None = None
     stage: TextStage | None = None
+    priority: float = 0.5
+    timeout: float | None = None
 
 
 class CheckedRequest(NamedTuple):
-    """A request that the world will accept. ``token_ids``: int32, of which the last ``num_generated`` are its own output so far."""
+    """A request that the world will accept. ``token_ids``: int32, of which the last ``num_generated`` are its own output so far.
+    ``deadline``: by the clock of this process, that of time.monotonic.
+    """
 
     request: GenerationRequest
     token_ids: array[int]
     max_tokens: int
     seed: int
+    deadline: float | None
     num_generated: int = 0
 
 
@@ -99,7 +108,19 @@ def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:
     if params.stop and request.stage is None:
         raise RequestError("stop strings need a tokenizer, and this executor was made without one")
     seed = _seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
-    return CheckedRequest(request, token_ids, max_tokens, seed)
+    _check_number("priority", request.priority)
+    deadline = None
+    if request.timeout is not None:
+        _check_number("timeout", request.timeout)
+        if request.timeout <= 0:
+            raise RequestError(f"timeout={request.timeout} is out of range: it must be more than 0 seconds")
+        deadline = time.monotonic() + request.timeout
+    return CheckedRequest(request, token_ids, max_tokens, seed, deadline)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name}={shown(value)} must be a finite number")
 
 
 def _int32(prompt: Sequence[int], vocab_size: int) -> array[int]:
