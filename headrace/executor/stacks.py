@@ -20,6 +20,10 @@ import msgspec
 #: seconds that one rank gets to show its stacks; it takes milliseconds, and the rest is for mpiexec and this process to pass them on
 PATIENCE = 0.5
 
+#: Seconds between two dumps of one process. When the last line of the first one is read its handler is still returning, and a signal that
+#: another thread of the process takes meanwhile is dropped by faulthandler without a word.
+GAP = 0.05
+
 _DUMP_LINE = re.compile(r"(Current thread|Thread) 0x|  (File \"|\.\.\.|<|Garbage-collecting)")
 _LAST_LINE = re.compile(r"  File \".*\", line \d+ in _run_module_as_main$")
 
@@ -47,6 +51,8 @@ class StackCollector:
         # One at a time: two would read each other's lines.
         self._busy = threading.Lock()
         self._lines: queue.SimpleQueue[str] | None = None
+        # Process id and time of the last dump.
+        self._last: tuple[int, float] = (0, 0.0)
 
     def feed(self, lines: Sequence[str]) -> None:
         """What the world wrote. Costs nothing while no stacks are waited for."""
@@ -82,6 +88,9 @@ class StackCollector:
         if state in ("T", "t", "Z", "X", ""):
             # Nothing would come now; from one that is stopped it would come when nobody expects it any more.
             return RankStacks(rank, pid, "", f"it is {_STATES.get(state, 'gone')}")
+        last, ended = self._last
+        if last == pid and (pause := ended + GAP - time.monotonic()) > 0:
+            time.sleep(pause)
         # What a rank before this one wrote too late.
         with contextlib.suppress(queue.Empty):
             while True:
@@ -98,6 +107,7 @@ class StackCollector:
             if _DUMP_LINE.match(line):
                 dump.append(line)
                 if _LAST_LINE.match(line):
+                    self._last = pid, time.monotonic()
                     return RankStacks(rank, pid, "\n".join(dump))
         where = f", while it was {_STATES[state]}" if state in _STATES else ""
         return RankStacks(rank, pid, "\n".join(dump), f"its stacks did not come whole within {time.monotonic() - began:.1f} s{where}")
