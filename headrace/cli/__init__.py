@@ -19,12 +19,12 @@ OK, FAILURE, USAGE, ENGINE_DIED, INTERRUPTED = 0, 1, 2, 3, 130
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands. A parsed namespace holds ``run``, what to call with it, and ``parser``, for errors of usage."""
-    from headrace.cli import chat, doctor, generate
+    from headrace.cli import chat, doctor, generate, replay
 
     parser = argparse.ArgumentParser(prog="headrace", description="LLM inference through an MPI world of workers.")
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, chat, doctor):
+    for module in (generate, chat, doctor, replay):
         module.add_parser(subcommands)
     return parser
 

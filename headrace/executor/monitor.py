@@ -121,6 +121,12 @@ class WorldMonitor:
             else:
                 self.world.terminate()
 
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank; nothing if it is gone, or does not run on this machine."""
+        for watched in self._ranks.values():
+            if watched.rank == rank:
+                _send(watched.pidfd, number)
+
     def close(self) -> None:
         """Give back every descriptor; the world's processes are not touched."""
         for fd in (self.root_fd, *self._ranks):

@@ -23,6 +23,7 @@ from headrace.ipc.channel import Channel
 from headrace.ipc.messages import Failed, Hello, Progress, Ready
 from headrace.version import __version__
 from headrace.worker.guard import guard, set_process_name
+from headrace.worker.stacks import show_stacks_on_signal
 from headrace.worker.world import MpiWorld
 
 log = logging.getLogger("headrace.worker")
@@ -121,6 +122,8 @@ def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
 
 def main() -> None:
     """Run this rank to its end."""
+    # First of all: until then the signal that asks for stacks would end the process.
+    show_stacks_on_signal()
     bootstrap = read_bootstrap(Path(sys.argv[1]))
     guard(bootstrap.owner_pid)
     world = MpiWorld()

@@ -33,6 +33,8 @@ LAYERS = {
     # `headrace` itself: the public names; doctor looks at what the executor and the engine would find.
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
     "headrace.cli._probes": LEAVES | {"headrace", "headrace.cli", "headrace.executor.launchers.mpi", "headrace.checkpoint"},
+    # It drives executors of both kinds with what it reads from a file.
+    "headrace.cli.replay": LEAVES | {"headrace", "headrace.cli", "headrace.executor", "headrace.ipc.recording", "headrace.checkpoint"},
     "headrace.__main__": {"headrace.cli"},
     "headrace": LEAVES | {"headrace.llm"},
 }
