@@ -12,6 +12,7 @@ from pathlib import Path
 
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import echo_token
+from headrace.executor.admission import QueueLimits
 from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
 from headrace.executor.lifecycle import FAIL, RestartPolicy
 from headrace.executor.proxy import GenerationExecutorProxy
@@ -27,7 +28,14 @@ VOCABULARY = EchoConfig().vocab_size
 
 
 def make(
-    ranks: int = 1, *, launcher=None, start_timeout: float = LONG, on_engine_death: RestartPolicy = FAIL, on_progress=None, **echo
+    ranks: int = 1,
+    *,
+    launcher=None,
+    start_timeout: float = LONG,
+    on_engine_death: RestartPolicy = FAIL,
+    limits: QueueLimits | None = None,
+    on_progress=None,
+    **echo,
 ) -> GenerationExecutorProxy:
     """An executor that is not started."""
     config = EngineConfig(model="echo", runner="echo", tensor_parallel_size=ranks, echo=EchoConfig(**echo))
@@ -36,6 +44,7 @@ def make(
         launcher or MpiLauncher(find_mpi()),
         start_timeout=start_timeout,
         on_engine_death=on_engine_death,
+        limits=limits,
         on_progress=on_progress,
     )
 
