@@ -29,7 +29,7 @@ class EngineRequest:
         max_tokens: most tokens that are still to come.
         seed: of its sampling; a token is keyed by the seed and its position, counted from the beginning of the prompt.
         num_generated: so many tokens at the end of the prompt are its own output, from a world that has died.
-        priority: higher runs first; equal ones keep their order.
+        priority: higher is admitted first and preempted last; equal ones keep their order. Any number but NaN.
     """
 
     request_id: int
@@ -87,11 +87,14 @@ class Engine(Protocol):
     def submit(self, request: EngineRequest) -> None:
         """Take one request. A fault of the request becomes its ERROR record in the next step, never an exception."""
 
-    def cancel(self, request_id: int) -> bool:
-        """End it; its ABORT record comes with the next step. False, and nothing happens, if it is unknown or has ended."""
+    def cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
+        """End it; its record, which says ``finish``, comes with the next step. One that waits never runs.
+
+        False, and nothing happens, if it is unknown or has ended.
+        """
 
     def cancel_all(self) -> None:
-        """``cancel`` for every request that has not ended."""
+        """``cancel`` with ABORT for every request that has not ended."""
 
     def step(self) -> StepOutputs:
         """Run one step on all ranks. An exception is a fault of the world."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import numpy as np
 
 from headrace.config import EchoConfig, EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, EngineRequest, Int32, ProgressHook, StepOutputs
+from headrace.engine.ranking import Rank, Ranked
 from headrace.outputs import FinishReason
 
 LOAD_STEPS = 10
@@ -54,27 +56,32 @@ class EchoRunner:
 
 
 class _Running:
-    """A request in the batch: ``produced`` tokens so far of ``total``."""
+    """A request: ``produced`` tokens so far of ``total``, those included that a world before this one generated."""
 
     __slots__ = ("produced", "prompt", "request", "total")
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
-        self.prompt: list[int] = request.prompt_token_ids.tolist()
-        self.produced = 0
-        self.total = request.max_tokens
+        prompt: list[int] = request.prompt_token_ids.tolist()
+        self.produced = request.num_generated
+        self.prompt = prompt[: len(prompt) - self.produced]
+        self.total = self.produced + request.max_tokens
 
 
 class EchoEngine:
-    """First come, first served, up to ``max_batch_size`` at once; every running request gets one token a step."""
+    """Up to ``max_batch_size`` requests run at once, and each gets one token a step; higher priorities are admitted first.
+
+    The answer goes with the original prompt, so that a request which brings tokens from another world continues where that one stopped.
+    """
 
     def __init__(self, config: EngineConfig, runner: EchoRunner, broadcast: Broadcast) -> None:
         echo = config.echo
         self._echo = echo
         self._runner = runner
         self._broadcast = broadcast
-        self._waiting: dict[int, _Running] = {}
+        self._waiting: Ranked[_Running] = Ranked()
         self._running: dict[int, _Running] = {}
+        self._arrivals = itertools.count()
         self._ended_early = StepOutputs()
         self._steps = 0
         self._tokens = 0
@@ -95,31 +102,36 @@ class EchoEngine:
         return bool(self._running or self._waiting or self._ended_early.request_ids)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue it; one whose prompt holds ``fail_token`` fails with the next step."""
-        if self._echo.fail_token is not None and self._echo.fail_token in request.prompt_token_ids:
+        """Queue it; one whose prompt holds ``fail_token`` fails with the next step. Raises ValueError for an id that is live already."""
+        if request.request_id in self._running:
+            raise ValueError(f"request {request.request_id} is live already")
+        running = _Running(request)
+        if self._echo.fail_token is not None and self._echo.fail_token in running.prompt:
             message = f"the prompt holds token {self._echo.fail_token}"
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=message)
             return
-        self._waiting[request.request_id] = _Running(request)
+        self._waiting.add(request.request_id, Rank(-request.priority, next(self._arrivals)), running)
 
-    def cancel(self, request_id: int) -> bool:
-        """End it with ABORT in the next step."""
-        if self._waiting.pop(request_id, None) is None and self._running.pop(request_id, None) is None:
+    def cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
+        """End it in the next step."""
+        if self._waiting.pop(request_id) is None and self._running.pop(request_id, None) is None:
             return False
-        self._ended_early.add(request_id, (), FinishReason.ABORT)
+        self._ended_early.add(request_id, (), finish)
         return True
 
     def cancel_all(self) -> None:
         """End all of them with ABORT in the next step."""
-        for request_id in (*self._waiting, *self._running):
+        for request_id in (*self._running, *self._waiting.ids()):
             self.cancel(request_id)
 
     def step(self) -> StepOutputs:
         """One token for every running request."""
         outputs, self._ended_early = self._ended_early, StepOutputs()
         while self._waiting and len(self._running) < self._echo.max_batch_size:
-            request_id = next(iter(self._waiting))
-            self._running[request_id] = self._waiting.pop(request_id)
+            running = self._waiting.first()
+            request_id = running.request.request_id
+            self._waiting.pop(request_id)
+            self._running[request_id] = running
         if not self._running:
             return outputs
         plan = [np.array([self._steps], dtype=np.int32)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from headrace.engine.scheduler import Chunk, Scheduler, State
 from headrace.engine.scheduler import Sequence as LiveSequence
 from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
+
+log = logging.getLogger("headrace.engine")
 
 
 class ModelRunner(Protocol):
@@ -108,39 +111,41 @@ class ModelEngine:
 
         Raises ValueError for an id that is live already; one whose ending ``step`` has given out may be used again.
         """
-        prompt, vocab_size = request.prompt_token_ids, self.facts.vocab_size
+        prompt, params, vocab_size = request.prompt_token_ids, request.params, self.facts.vocab_size
+        # First what could fail: from there on the scheduler has it, and it must be in both places or in none.
+        sampling = RowSampling.of(params, request.seed, vocab_size)
         try:
             if len(prompt) and not (prompt.min() >= 0 and prompt.max() < vocab_size):
                 wrong = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
                 raise RequestError(f"token id {wrong} is out of range: the vocabulary has {vocab_size} tokens")
-            sequence = self._scheduler.submit(request.request_id, array("i", prompt.tobytes()))
+            sequence = self._scheduler.submit(request.request_id, array("i", prompt.tobytes()), request.priority)
         except RequestError as error:
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
             return
-        params = request.params
         eos = self.facts.eos_token_ids if params.end_id is None else (params.end_id,)
         self._live[request.request_id] = _Live(
             request=request,
             sequence=sequence,
-            sampling=RowSampling.of(params, request.seed, vocab_size),
+            sampling=sampling,
             eos=frozenset() if params.ignore_eos else frozenset(eos),
         )
 
-    def cancel(self, request_id: int) -> bool:
-        """End it with ABORT in the next step; one that waits never runs."""
+    def cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
+        """End it in the next step; one that waits never runs."""
         if not self._scheduler.end(request_id):
             return False
         del self._live[request_id]
-        self._ended_early.add(request_id, (), FinishReason.ABORT)
+        self._ended_early.add(request_id, (), finish)
         return True
 
     def cancel_all(self) -> None:
         """``cancel`` for every request that has not ended."""
-        for request_id in self._scheduler.live():
+        # From the last on, which is where taking one out of its queue moves nothing.
+        for request_id in reversed(self._scheduler.live()):
             self.cancel(request_id)
 
     def step(self) -> StepOutputs:
-        """One forward pass for all that the scheduler picks. An exception is a fault of the world."""
+        """One forward pass for all that the scheduler picks. An exception is a fault of the world; in sampling it ends one request."""
         outputs, self._ended_early = self._ended_early, StepOutputs()
         chunks = self._scheduler.schedule()
         if chunks:
@@ -176,17 +181,31 @@ class ModelEngine:
         sampled = [self._live[chunk.sequence.request_id] for chunk in chunks if chunk.samples]
         if logits is None or len(logits) != len(sampled):
             raise RuntimeError(f"the runner gave no logits for {len(sampled)} rows")
-        tokens = sample(logits, [live.sampling for live in sampled], [len(live.sequence.tokens) for live in sampled])
+        try:
+            tokens = sample(logits, [live.sampling for live in sampled], [len(live.sequence.tokens) for live in sampled])
+        except Exception:
+            # Rows share nothing, so one after the other they give the same tokens, and it shows whose the fault is.
+            for row, live in enumerate(sampled):
+                self._sample_alone(live, logits[row : row + 1], outputs)
+            return
         for live, token in zip(sampled, tokens, strict=True):
             self._accept(live, token, outputs)
+
+    def _sample_alone(self, live: _Live, logits: Float32, outputs: StepOutputs) -> None:
+        """Sample one row, [1, vocabulary]; an exception ends its request."""
+        try:
+            (token,) = sample(logits, [live.sampling], [len(live.sequence.tokens)])
+        except Exception as error:
+            log.exception("request %d could not be sampled", live.request.request_id)
+            self._fail(live, f"the next token could not be sampled: {type(error).__name__}: {error}", outputs)
+            return
+        self._accept(live, token, outputs)
 
     def _accept(self, live: _Live, token: int, outputs: StepOutputs) -> None:
         request, sequence = live.request, live.sequence
         finish, stop_reason = None, None
         if token == NO_TOKEN:
-            self._end(request.request_id)
-            message = f"the model gave logits that are not finite after {len(sequence.tokens)} tokens"
-            outputs.add(request.request_id, (), FinishReason.ERROR, error=message)
+            self._fail(live, f"the model gave logits that are not finite after {len(sequence.tokens)} tokens", outputs)
             return
         self._scheduler.append(sequence, token)
         self._generated_tokens += 1
@@ -199,6 +218,11 @@ class ModelEngine:
         if finish is not None:
             self._end(request.request_id)
         outputs.add(request.request_id, (token,), finish, stop_reason=stop_reason)
+
+    def _fail(self, live: _Live, error: str, outputs: StepOutputs) -> None:
+        request_id = live.request.request_id
+        self._end(request_id)
+        outputs.add(request_id, (), FinishReason.ERROR, error=error)
 
     def _end(self, request_id: int) -> None:
         self._scheduler.end(request_id)

@@ -1,27 +1,31 @@
 """Continuous batching: which tokens of which requests the next step computes. Pure: no clock, no threads, no model.
 
-A step takes at most ``max_num_tokens`` tokens of at most ``max_batch_size`` requests. Requests are served in the order of their arrival:
-those that already run come first (each decodes one token, the last may still be in its prefill), then waiting ones are admitted while
-budget, batch and KV blocks allow; a prompt longer than the budget is prefilled in chunks.
+A step takes at most ``max_num_tokens`` tokens of at most ``max_batch_size`` requests. Requests are served by rank: higher priority first,
+equal priorities in the order of their arrival. Those that run come first, in that order, each with the token that it decodes or the next
+chunk of its prompt; then waiting ones are admitted while budget, batch and KV blocks allow. A prompt longer than the budget is prefilled in
+chunks.
 
 Two facts carry everything else:
 
-- *Order.* Every running request is older than every waiting one, and a prefill that is not finished is the youngest that runs. Admission
-  takes the oldest that waits, preemption puts the youngest that runs back at the front of the queue, so both keep it so.
+- *Order.* Admission takes the first that waits and passes none over, preemption takes the last that runs and puts it back into its rank.
+  So among equal priorities every running request is older than every waiting one, and whatever runs behind a prefill that is not finished
+  has a lower priority. A running request is not stopped for a waiting one of higher priority: that one is merely the next.
 - *Progress.* A request is admitted only with KV blocks for all tokens that it has, and only decoding grows it. If a block is missing then,
-  the youngest running request is preempted: it loses its blocks and later recomputes them. The oldest can take the blocks of all others,
-  and the pool holds a whole sequence of ``max_seq_len``, so the oldest advances in every step: each request ends, there is no deadlock.
+  the last of the running requests is preempted: it loses its blocks and later recomputes them. The first of them can take the blocks of all
+  others, and the pool holds a whole sequence of ``max_seq_len``, so the first advances in every step and ends. As none is admitted past the
+  first that waits, that one's turn comes: each request ends unless new ones of higher priority come for ever, there is no deadlock.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from array import array
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.engine.kv_cache import KVCache
+from headrace.engine.ranking import Rank, Ranked
 from headrace.errors import RequestError
 
 
@@ -65,6 +69,7 @@ class Sequence:
     request_id: int
     tokens: array[int]
     prompt_length: int
+    rank: Rank
     computed: int = 0
     state: State = State.WAITING
 
@@ -110,9 +115,10 @@ class Scheduler:
         #: live requests by state; plain numbers, which another thread may read while this one schedules
         self.counts = dict.fromkeys(State, 0)
         self.num_preemptions = 0
-        # Both oldest first; a live sequence is in exactly one of them.
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._running: OrderedDict[int, Sequence] = OrderedDict()
+        # A live sequence is in exactly one of them.
+        self._waiting: Ranked[Sequence] = Ranked()
+        self._running: Ranked[Sequence] = Ranked()
+        self._arrivals = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +128,7 @@ class Scheduler:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._running or request_id in self._waiting
 
-    def submit(self, request_id: int, prompt: array[int]) -> Sequence:
+    def submit(self, request_id: int, prompt: array[int], priority: float) -> Sequence:
         """Queue a request; it takes over ``prompt``, an array of type "i".
 
         Raises RequestError if it can never run, ValueError if its id is live already.
@@ -131,7 +137,9 @@ class Scheduler:
             raise ValueError(f"request {request_id} is live already")
         if not 0 < len(prompt) < self.max_seq_len:
             raise RequestError(f"the prompt has {len(prompt)} tokens; 1 to {self.max_seq_len - 1} fit with one token to generate")
-        sequence = self._waiting[request_id] = Sequence(request_id, prompt, len(prompt))
+        rank = Rank(-priority, next(self._arrivals))
+        sequence = Sequence(request_id, prompt, len(prompt), rank)
+        self._waiting.add(request_id, rank, sequence)
         self.counts[State.WAITING] += 1
         return sequence
 
@@ -144,12 +152,12 @@ class Scheduler:
         sequence.tokens.append(token)
 
     def live(self) -> list[int]:
-        """Ids of all live requests, oldest first."""
-        return [*self._running, *self._waiting]
+        """Ids of all live requests: those that run, then those that wait, each in the order in which they are served."""
+        return [*self._running.ids(), *self._waiting.ids()]
 
     def end(self, request_id: int) -> bool:
         """Finish or cancel a request in whatever state, and free its blocks. False if it is not live."""
-        sequence = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)
+        sequence = self._running.pop(request_id) or self._waiting.pop(request_id)
         if sequence is None:
             return False
         self._move(sequence, Event.END)
@@ -157,19 +165,19 @@ class Scheduler:
         return True
 
     def schedule(self) -> list[Chunk]:
-        """Chunks of the next step, oldest request first. They count as computed from here on: the caller must run them."""
+        """Chunks of the next step: of those that ran, then of those that it admits. They count as computed: the caller must run them."""
         chunks: list[Chunk] = []
         budget = self.max_num_tokens
-        for sequence in list(self._running.values()):
+        for sequence in list(self._running):
             if not sequence.remaining:
                 raise RuntimeError(f"{sequence!r} waits for append or end")
-            # Once one gets nothing, for want of budget or blocks, no younger one gets anything; those that were preempted are younger.
+            # Once one gets nothing, for want of budget or blocks, none behind it gets anything; those that were preempted are behind it.
             if sequence.state is State.PREEMPTED or not budget or not self._make_room(sequence):
                 break
             chunks.append(self._take(sequence, budget))
             budget -= chunks[-1].length
         while budget and self._waiting and len(self._running) < self.max_batch_size:
-            sequence = next(iter(self._waiting.values()))
+            sequence = self._waiting.first()
             if not self._admit(sequence):
                 break
             chunks.append(self._take(sequence, budget))
@@ -194,22 +202,21 @@ class Scheduler:
         return chunk
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Blocks for all its tokens, at the cost of younger ones. The youngest itself keeps what it holds and waits for a later step."""
+        """Blocks for all its tokens, at the cost of those behind it. The last one itself keeps what it holds and waits for a later step."""
         while not self.cache.grow(sequence.request_id, len(sequence.tokens)):
-            youngest = next(reversed(self._running.values()))
-            if youngest is sequence:
+            last = self._running.last()
+            if last is sequence:
                 return False
-            # Not yet in this step: chunks are dealt from the oldest on, and it is younger than the one in turn.
-            self._preempt(youngest)
+            # Not yet in this step: chunks are dealt from the first on, and it is behind the one in turn.
+            self._preempt(last)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self._move(sequence, Event.PREEMPT)
         self.cache.release(sequence.request_id)
         sequence.computed = 0
-        del self._running[sequence.request_id]
-        self._waiting[sequence.request_id] = sequence
-        self._waiting.move_to_end(sequence.request_id, last=False)
+        self._running.pop(sequence.request_id)
+        self._waiting.add(sequence.request_id, sequence.rank, sequence)
         self.num_preemptions += 1
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -222,13 +229,14 @@ class Scheduler:
             return False
         self.cache.grow(sequence.request_id, len(sequence.tokens))
         self._move(sequence, Event.ADMIT)
-        self._running[sequence.request_id] = self._waiting.pop(sequence.request_id)
+        self._waiting.pop(sequence.request_id)
+        self._running.add(sequence.request_id, sequence.rank, sequence)
         return True
 
     def check(self) -> None:
         """Raise AssertionError unless the facts at the top of this file hold. For tests."""
         self.cache.check()
-        running, waiting = list(self._running.values()), list(self._waiting.values())
+        running, waiting = list(self._running), list(self._waiting)
         held = sum(len(self.cache.table(sequence.request_id)) for sequence in running)
         if held != self.cache.num_used:
             raise AssertionError(f"running requests hold {held} blocks of {self.cache!r}")
@@ -236,11 +244,16 @@ class Scheduler:
             capacity = len(self.cache.table(sequence.request_id)) * self.cache.tokens_per_block
             if sequence.state not in (State.PREFILL, State.DECODE) or capacity < sequence.computed:
                 raise AssertionError(f"{sequence!r} runs with KV blocks for {capacity} tokens")
-        if any(sequence.state is State.PREFILL for sequence in running[:-1]):
-            raise AssertionError(f"an older prefill than the youngest is unfinished: {running}")
+        for sequence, behind in itertools.pairwise(running):
+            if not sequence.rank < behind.rank:
+                raise AssertionError(f"{running} are not in the order of their ranks")
+            if sequence.state is State.PREFILL and sequence.rank.negated_priority == behind.rank.negated_priority:
+                raise AssertionError(f"{behind!r} was admitted while {sequence!r} was still in its prefill")
         for sequence in waiting:
             if sequence.state not in (State.WAITING, State.PREEMPTED) or sequence.computed:
                 raise AssertionError(f"{sequence!r} waits")
+            if any(other.rank > sequence.rank for other in running if other.rank.negated_priority == sequence.rank.negated_priority):
+                raise AssertionError(f"{sequence!r} was passed over by a younger one of its priority")
         states = [sequence.state for sequence in (*running, *waiting)]
         if self.counts != {state: states.count(state) for state in State}:
             raise AssertionError(f"{self.counts} is not how many are in each state")

@@ -32,7 +32,9 @@ class ControlServer:
             if isinstance(message, Ping):
                 return Pong(steps=self._leader.steps, step_age=self._leader.step_age())
             if isinstance(message, GetStats):
-                return Stats(values=self._engine.stats() | {"bad_messages": self._leader.bad_messages})
+                leader = self._leader
+                counters = {"bad_messages": leader.bad_messages, "deadlines_expired": leader.deadlines_expired}
+                return Stats(values=self._engine.stats() | counters)
             return ControlError(f"unknown call {type(message).__name__}")
         except Exception as error:
             log.exception("control call %s failed", type(message).__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,30 +12,49 @@ import numpy as np
 from headrace.engine.base import Engine, EngineRequest, Int32, Runner, StepOutputs
 from headrace.errors import ChannelFullError
 from headrace.ipc.channel import Channel
-from headrace.ipc.messages import AnyMessage, Buffer, Cancel, Deltas, Loaded, Plan, PlanEnd, Shutdown, ShutdownDone, Submit
+from headrace.ipc.messages import AnyMessage, Buffer, Cancel, Deltas, Loaded, Plan, PlanEnd, RequestHead, Shutdown, ShutdownDone, Submit
 from headrace.outputs import FinishReason
+from headrace.worker.backlog import Backlog
+from headrace.worker.deadlines import Deadlines
 
 log = logging.getLogger("headrace.worker")
 
-#: seconds until a full result channel is tried again while there is nothing else to do
+#: seconds until a full result channel is tried again
 RETRY_FULL = 0.005
+
+#: most frames of a backlog that are sent between two steps, so that a reader who comes back does not hold up the others
+BACKLOG_FRAMES = 32
+
+#: longest timeout of a request, in seconds; thirty years, so that no sum and no wait overflows
+LONGEST_TIMEOUT = 1e9
 
 
 class Leader:
-    """Rank 0. Mirror image of the proxy's dispatcher: what that one sends is read here, what is sent here it reads."""
+    """Rank 0. Mirror image of the proxy's dispatcher: what that one sends is read here, what is sent here it reads.
+
+    A request's deadline is looked at before each step, so it ends at most one step late, and one that still waits never runs.
+
+    A proxy that does not read holds nobody up. What the result channel does not take is merged per request (``Backlog`` states the bound),
+    and the channel is tried again every ``RETRY_FULL`` seconds with one frame of bounded size. What a stalled proxy, or one that has come
+    back, costs a step depends on neither how long it has stalled nor how many tokens wait for it.
+    """
 
     def __init__(self, engine: Engine, requests: Channel, results: Channel, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._requests = requests
         self._results = results
         self._clock = clock
-        # Outputs that a full result channel did not take: merged per request, so that a proxy that does not read costs its own tokens only.
-        self._backlog: dict[int, _Pending] = {}
+        self._backlog = Backlog()
+        # While there is a backlog: when the channel is tried again.
+        self._retry_at = 0.0
+        # Holds only requests whose ending has not come out of a step.
+        self._deadlines = Deadlines()
         self._shutdown: Shutdown | None = None
         # Read by the control thread.
         self.steps = 0
         self.step_began: float | None = None
         self.bad_messages = 0
+        self.deadlines_expired = 0
 
     def run(self) -> None:
         """Until the shutdown mark has come and every request has had its terminal record."""
@@ -44,14 +64,16 @@ class Leader:
     def iterate(self, timeout: float | None) -> bool:
         """Receive what is there, waiting at most ``timeout`` seconds if there is no work; run one step. False: it is over."""
         self._receive(timeout)
+        self._expire()
         if self._engine.has_work:
             self.step_began = self._clock()
             outputs = self._engine.step()
             self.step_began = None
             self.steps += 1
+            self._forget_deadlines(outputs)
             self._reply(outputs)
         elif self._backlog:
-            self._reply(StepOutputs())
+            self._send_backlog()
         if self._shutdown is None or self._engine.has_work or self._backlog:
             return True
         try:
@@ -67,14 +89,38 @@ class Leader:
         return 0.0 if began is None else self._clock() - began
 
     def _receive(self, timeout: float | None) -> None:
-        if self._engine.has_work:
-            timeout = 0.0
-        elif self._backlog or self._shutdown is not None:
-            timeout = RETRY_FULL if timeout is None else min(timeout, RETRY_FULL)
-        message = self._requests.recv(timeout)
+        message = self._requests.recv(self._patience(timeout))
         while message is not None:
             self._take(message)
             message = self._requests.recv(0.0)
+
+    def _patience(self, timeout: float | None) -> float | None:
+        """How long to wait for a message: not at all while there is work, else until something else is due, at most ``timeout``."""
+        if self._engine.has_work:
+            return 0.0
+        limits = [] if timeout is None else [timeout]
+        if self._backlog:
+            limits.append(self._retry_at - self._clock())
+        elif self._shutdown is not None:
+            limits.append(RETRY_FULL)
+        # An engine that holds requests has work as a rule; that deadlines are kept must not hang on it.
+        if (deadline := self._deadlines.next()) is not None:
+            limits.append(deadline - self._clock())
+        return max(0.0, min(limits)) if limits else None
+
+    def _expire(self) -> None:
+        """End what is past its deadline. One that is ending anyway keeps the ending that it has."""
+        if not self._deadlines:
+            return
+        for request_id in self._deadlines.expired(self._clock()):
+            if self._engine.cancel(request_id, FinishReason.TIMEOUT):
+                self.deadlines_expired += 1
+
+    def _forget_deadlines(self, outputs: StepOutputs) -> None:
+        if self._deadlines and any(outputs.finish):
+            for request_id, finish in zip(outputs.request_ids, outputs.finish, strict=True):
+                if finish:
+                    self._deadlines.discard(request_id)
 
     def _take(self, message: AnyMessage) -> None:
         if isinstance(message, Submit):
@@ -94,21 +140,33 @@ class Leader:
         # If one length is wrong, nobody knows whose tokens are whose.
         whole = tokens.size == 4 * sum(lengths) and min(lengths, default=1) >= 1
         flat = tokens.view(np.int32) if whole else np.empty(0, dtype=np.int32)
+        now = self._clock()
         end = 0
         for head in message.requests:
             start, end = end, end + head.num_prompt_tokens
-            if not whole or head.max_tokens < 1 or not 0 <= head.params < len(message.params):
+            if not whole or not _makes_sense(head, len(message.params)):
                 self.bad_messages += 1
                 self._refuse(head.request_id, "the request was damaged on its way to the engine")
                 continue
             # A copy: the message's memory is given back, and a slice would keep a whole burst alive for its last request.
-            request = EngineRequest(head.request_id, flat[start:end].copy(), message.params[head.params], head.max_tokens, head.seed)
+            request = EngineRequest(
+                request_id=head.request_id,
+                prompt_token_ids=flat[start:end].copy(),
+                params=message.params[head.params],
+                max_tokens=head.max_tokens,
+                seed=head.seed,
+                num_generated=head.num_generated,
+                priority=head.priority,
+            )
             try:
                 self._engine.submit(request)
             except Exception as error:
                 # Whatever it is, it concerns this request: a fault of the world itself shows in a step.
                 log.exception("request %d could not be submitted to the engine", head.request_id)
                 self._refuse(head.request_id, f"the engine could not take the request: {type(error).__name__}: {error}")
+                continue
+            if head.timeout is not None:
+                self._deadlines.add(head.request_id, now + min(head.timeout, LONGEST_TIMEOUT))
 
     def _refuse(self, request_id: int, error: str) -> None:
         refused = StepOutputs()
@@ -116,12 +174,27 @@ class Leader:
         self._reply(refused)
 
     def _reply(self, outputs: StepOutputs) -> None:
-        """Send one frame for the step; if the channel is full, keep it, merged with what was kept before. Never blocks."""
+        """Send one frame for the step, or keep it, merged with what was kept before. Never blocks."""
         if self._backlog:
-            _merge(self._backlog, outputs)
-            outputs = _joined(self._backlog)
-        if not outputs.request_ids:
+            self._backlog.merge(outputs)
+            self._send_backlog()
+        elif outputs.request_ids and not self._send(outputs):
+            self._backlog.merge(outputs)
+
+    def _send_backlog(self) -> None:
+        """As much as the channel takes, within ``BACKLOG_FRAMES``, if it is time to try."""
+        if self._clock() < self._retry_at:
             return
+        for _ in range(BACKLOG_FRAMES):
+            if not self._backlog:
+                return
+            frame = self._backlog.frame()
+            if not self._send(frame):
+                return
+            self._backlog.sent(frame)
+
+    def _send(self, outputs: StepOutputs) -> bool:
+        """Whether the channel has taken it."""
         message = Deltas(
             step=self.steps,
             request_ids=Buffer.int64(outputs.request_ids),
@@ -133,41 +206,21 @@ class Leader:
         )
         try:
             self._results.send(message)
-            self._backlog.clear()
         except ChannelFullError:
-            if not self._backlog:
-                _merge(self._backlog, outputs)
+            self._retry_at = self._clock() + RETRY_FULL
+            return False
+        return True
 
 
-class _Pending:
-    """What one request has to report, all steps since the channel was full together."""
-
-    __slots__ = ("error", "finish", "stop_reason", "token_ids")
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.finish = 0
-        self.stop_reason: int | None = None
-        self.error: str | None = None
-
-
-def _merge(backlog: dict[int, _Pending], outputs: StepOutputs) -> None:
-    start = 0
-    for request_id, count, finish in zip(outputs.request_ids, outputs.counts, outputs.finish, strict=True):
-        pending = backlog.setdefault(request_id, _Pending())
-        pending.token_ids += outputs.token_ids[start : start + count]
-        pending.finish = finish
-        pending.stop_reason = outputs.stop_reasons.get(request_id)
-        pending.error = outputs.errors.get(request_id)
-        start += count
-
-
-def _joined(backlog: dict[int, _Pending]) -> StepOutputs:
-    outputs = StepOutputs()
-    for request_id, pending in backlog.items():
-        finish = FinishReason(pending.finish) if pending.finish else None
-        outputs.add(request_id, pending.token_ids, finish, stop_reason=pending.stop_reason, error=pending.error)
-    return outputs
+def _makes_sense(head: RequestHead, num_params: int) -> bool:
+    """Whether its numbers fit together. NaN has no place in an order, so it is no priority and no deadline."""
+    return (
+        head.max_tokens >= 1
+        and 0 <= head.params < num_params
+        and 0 <= head.num_generated < head.num_prompt_tokens
+        and not math.isnan(head.priority)
+        and (head.timeout is None or not math.isnan(head.timeout))
+    )
 
 
 class Follower:

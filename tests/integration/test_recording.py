@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from headrace.cli import main
-from headrace.config import EngineConfig
+from headrace.config import EchoConfig, EngineConfig
 from headrace.errors import EngineDeadError, RequestError, StartupError
 from headrace.executor.launchers.replay import ReplayLauncher
 from headrace.executor.proxy import GenerationExecutorProxy
@@ -31,7 +31,7 @@ from headrace.params import SamplingParams
 from headrace.text.stage import StoppingText
 from headrace.text.stops import StopMatcher
 
-from .worlds import LONG, answer, make, world
+from .worlds import LONG, answer, make, pids, world
 
 FAIL_TOKEN = 66
 ECHO = {"step_time": 0.002, "fail_token": FAIL_TOKEN}
@@ -90,7 +90,7 @@ def perform(executor: GenerationExecutorProxy) -> list[Ending]:
 def recorded(path, *, with_prompts: bool = True, **echo) -> Iterator[GenerationExecutorProxy]:
     """A started world of which everything is recorded that crosses its request, result and init-status channels."""
     executor = make(**echo)
-    recorder = Recorder(path, EngineConfig(model="echo", runner="echo", echo=executor._world._config.echo), with_prompts=with_prompts)
+    recorder = Recorder(path, EngineConfig(model="echo", runner="echo", echo=EchoConfig(**echo)), with_prompts=with_prompts)
 
     def tap(bind):
         def bind_and_tap(address, key):
@@ -215,7 +215,7 @@ def test_a_replayed_world_drains_and_aborts_on_close(sample):
 def test_the_death_of_a_replayed_world_is_seen(sample):
     with stand_in(sample.path, speed=1e-6) as executor:
         (handle,) = executor.submit([ask([17, 27], 17)])
-        os.kill(executor._world.startup.hellos[0].pid, signal.SIGKILL)
+        os.kill(pids(executor)["rank0"], signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             handle.result(LONG)
 

@@ -1,4 +1,4 @@
-"""The echo engine (A18, A19): the engine contract, deterministic tokens, and faults where they are asked for."""
+"""The echo engine (A18, A19, A26, A38): the engine contract, deterministic tokens, and faults where they are asked for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def engine(**echo) -> EchoEngine:
     return EchoEngine(EngineConfig(model="echo", runner="echo", echo=config), EchoRunner(config, 0, lambda *at: None), lambda arrays: None)
 
 
-def request(request_id: int, prompt=(5,), max_tokens=3, **params) -> EngineRequest:
-    return EngineRequest(request_id, np.array(prompt, np.int32), SamplingParams(**params), max_tokens, 0)
+def request(request_id: int, prompt=(5,), max_tokens=3, *, num_generated=0, priority=0.5, **params) -> EngineRequest:
+    return EngineRequest(request_id, np.array(prompt, np.int32), SamplingParams(**params), max_tokens, 0, num_generated, priority)
 
 
 def run(engine: EchoEngine) -> dict[int, tuple[list[int], int]]:
@@ -102,6 +102,59 @@ def test_a_cancel_is_acknowledged_once_and_unknown_ones_are_nothing():
     assert outputs.token_ids == [] and not rig.has_work and rig.stats()["steps"] == 1
     rig.cancel_all()
     assert not rig.has_work
+
+
+def test_a_request_ends_as_it_is_told():
+    rig = engine(max_batch_size=1)
+    rig.submit(request(0))
+    rig.submit(request(1))
+    rig.step()
+    assert rig.cancel(1, FinishReason.TIMEOUT) and rig.cancel(0, FinishReason.TIMEOUT)
+    outputs = rig.step()
+    assert dict(zip(outputs.request_ids, outputs.finish, strict=True)) == dict.fromkeys((0, 1), FinishReason.TIMEOUT)
+    assert rig.stats()["steps"] == 1
+
+
+def test_higher_priority_runs_first_and_equal_ones_keep_their_order():
+    """A38."""
+    rig = engine(max_batch_size=1)
+    for request_id, priority in enumerate([0.5, 0.5, 0.1, 0.9, 0.5, 0.9]):
+        rig.submit(request(request_id, max_tokens=1, priority=priority))
+    assert rig.cancel(4)
+    assert list(run(rig)) == [4, 3, 5, 0, 1, 2]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_live_id_is_not_taken_twice(waits):
+    rig = engine(max_batch_size=1)
+    rig.submit(request(0, [1]))
+    rig.submit(request(1, [2]))
+    rig.step()
+    with pytest.raises(ValueError, match=f"request {int(waits)} is live already"):
+        rig.submit(request(int(waits), [3]))
+    got = run(rig)
+    assert got[0][0] == [echo_token([1], k, 1000) for k in (1, 2)] and got[1][0] == [echo_token([2], k, 1000) for k in range(3)]
+
+
+@settings(database=None, deadline=None, max_examples=60)
+@given(prompt=st.lists(st.integers(0, 9), min_size=1, max_size=4), stop=st.integers(1, 9), max_tokens=st.integers(1, 9), data=st.data())
+def test_a_request_that_was_cut_anywhere_continues_as_if_it_had_not_been(prompt, stop, max_tokens, data):
+    """A26: also over several worlds, and up to the same ending."""
+    params = {"stop_token_ids": [stop]}
+    rig = engine(vocab_size=10)
+    rig.submit(request(0, prompt, max_tokens, **params))
+    whole, finish = run(rig)[0]
+    first = data.draw(st.integers(0, len(whole) - 1))
+    for cut in (first, data.draw(st.integers(first, len(whole) - 1))):
+        rig = engine(vocab_size=10)
+        rig.submit(request(0, prompt + whole[:cut], max_tokens - cut, num_generated=cut, **params))
+        assert run(rig)[0] == (whole[cut:], finish)
+
+
+def test_what_a_request_has_generated_is_no_fault_of_its_prompt():
+    rig = engine(fail_token=6)
+    rig.submit(request(0, [5, 6], max_tokens=1, num_generated=1))
+    assert run(rig)[0] == ([7], FinishReason.LENGTH)
 
 
 def test_a_request_may_fail_by_itself():

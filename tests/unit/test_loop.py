@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import defaultdict
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.base import StepOutputs
-from headrace.engine.echo import EchoEngine, EchoRunner, echo_token
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
 from headrace.ipc.messages import (
     Buffer,
     Cancel,
     ControlError,
-    Deltas,
     GetStats,
     Loaded,
     Ping,
@@ -28,103 +25,16 @@ from headrace.ipc.messages import (
     Pong,
     RequestHead,
     Shutdown,
-    ShutdownDone,
     Stats,
     Submit,
 )
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 from headrace.worker.control import ControlServer
-from headrace.worker.loop import Follower, Leader, PlanSender
-from tests.clock import ManualClock
-from tests.faults import Limited
-
-PARAMS = SamplingParams(max_tokens=100)
-VOCABULARY = 1000
+from headrace.worker.loop import Follower, PlanSender
+from tests.leader_rig import PARAMS, VOCABULARY, Got, Rig
 
 _names = itertools.count()
-
-
-class Got:
-    """What a proxy would have put together for each request."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.finish: dict[int, FinishReason] = {}
-        self.stop_reasons: dict[int, int] = {}
-        self.errors: dict[int, str] = {}
-        self.frames = 0
-        self.done = False
-
-    def take(self, message: object) -> None:
-        assert not self.done, f"{message} after the last message"
-        if isinstance(message, ShutdownDone):
-            self.done = True
-            return
-        assert isinstance(message, Deltas)
-        self.frames += 1
-        tokens, start = list(message.token_ids.as_int32()), 0
-        ids = list(message.request_ids.as_int64())
-        assert len(set(ids)) == len(ids), "a request appears at most once in a frame"
-        for request_id, count, finish in zip(ids, message.counts.as_int32(), message.finish, strict=True):
-            assert request_id not in self.finish, f"request {request_id} ended twice"
-            self.tokens[request_id] += tokens[start : start + count]
-            start += count
-            if finish:
-                self.finish[request_id] = FinishReason(finish)
-        assert start == len(tokens)
-        self.stop_reasons |= message.stop_reasons
-        self.errors |= message.errors
-
-
-class Rig:
-    def __init__(self, **echo) -> None:
-        self.echo = EchoConfig(vocab_size=VOCABULARY, **echo)
-        config = EngineConfig(model="echo", runner="echo", echo=self.echo)
-        key, name = new_key(), next(_names)
-        requests = Address(channel="request", endpoint=f"memory://loop-request-{name}")
-        results = Address(channel="result", endpoint=f"memory://loop-result-{name}")
-        self.requests, self.results = memory_channel.bind_pair(requests, key), memory_channel.bind_pair(results, key)
-        self.ends = (memory_channel.connect_pair(requests, key), memory_channel.connect_pair(results, key))
-        self.clock = ManualClock(100.0)
-        self.engine = EchoEngine(config, EchoRunner(self.echo, 0, lambda *at: None), lambda arrays: None)
-        self.leader = Leader(self.engine, *self.ends, clock=self.clock)
-        self.got = Got()
-
-    def submit(self, first: int, *prompts, max_tokens=3, params=PARAMS) -> None:
-        heads = tuple(RequestHead(first + i, len(prompt), 0, max_tokens, 0) for i, prompt in enumerate(prompts))
-        self.requests.send(Submit(requests=heads, params=(params,), token_ids=Buffer.int32(itertools.chain(*prompts))))
-
-    def iterate(self, count=1) -> bool:
-        """``count`` iterations; whether the loop goes on."""
-        on = True
-        for _ in range(count):
-            assert on
-            on = self.leader.iterate(0.0)
-        return on
-
-    def read(self) -> Got:
-        while (message := self.results.recv()) is not None:
-            self.got.take(message)
-        return self.got
-
-    def to_the_end(self) -> Got:
-        while self.iterate():
-            self.read()
-        return self.read()
-
-    def answer(self, prompt, count) -> list[int]:
-        return [echo_token(prompt, index, VOCABULARY) for index in range(count)]
-
-    def limit(self, room: int) -> Limited:
-        """The result channel takes only so many more frames."""
-        end = self.ends[1]
-        end.transport = Limited(end.transport, room)
-        return end.transport
-
-    def close(self) -> None:
-        for end in (self.requests, self.results, *self.ends):
-            end.close()
 
 
 @pytest.fixture
@@ -219,14 +129,51 @@ def test_lengths_that_do_not_fit_the_tokens_end_the_requests_they_name(rig, leng
 @pytest.mark.parametrize(("params", "max_tokens"), [(-1, 3), (1, 3), (2**40, 3), (0, 0), (0, -1)])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_head_that_makes_no_sense_ends_alone_and_its_neighbours_keep_their_prompts(rig, params, max_tokens, place):
+    damaged_head(rig, RequestHead(place, 1, params, max_tokens, 0), place)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_generated": 1}, {"num_generated": 2**40}, {"num_generated": -1}, {"priority": math.nan}, {"timeout": math.nan}]
+)
+def test_a_continuation_of_nothing_and_numbers_that_are_none_end_alone(rig, fields):
+    damaged_head(rig, RequestHead(1, 1, 0, 3, 0, **fields), 1)
+
+
+def damaged_head(rig, head, place) -> None:
     heads = [RequestHead(i, 1, 0, 2, 0) for i in range(3)]
-    heads[place] = RequestHead(place, 1, params, max_tokens, 0)
+    heads[place] = head
     got = damaged(rig, heads, tokens=INT)
     for i in range(3):
         if i == place:
             assert got.finish[i] is FinishReason.ERROR and got.tokens[i] == []
         else:
             assert got.tokens[i] == rig.answer([i + 1], 2) and got.finish[i] is FinishReason.LENGTH
+    assert rig.leader.bad_messages == 1
+
+
+# --- what a head says
+
+
+def test_a_request_that_was_sent_again_continues(rig):
+    """A26: ``max_tokens`` counts what is still to come."""
+    whole = rig.answer([7, 3], 6)
+    heads = (RequestHead(0, 6, 0, 2, 0, num_generated=4), RequestHead(1, 2, 0, 6, 0))
+    rig.requests.send(Submit(requests=heads, params=(PARAMS,), token_ids=Buffer.int32([7, 3, *whole[:4], 7, 3])))
+    rig.iterate(6)
+    assert rig.read().tokens == {0: whole[4:], 1: whole}
+    assert rig.got.finish == dict.fromkeys(range(2), FinishReason.LENGTH)
+
+
+def test_higher_priority_runs_first_and_equal_ones_keep_their_order(make_rig):
+    """A38."""
+    rig = make_rig(max_batch_size=1)
+    rig.submit(0, [1], max_tokens=3)
+    rig.iterate()
+    rig.submit(1, [2], [3], max_tokens=1)
+    rig.submit(3, [4], max_tokens=1, priority=0.1)
+    rig.submit(4, [5], [6], max_tokens=1, priority=0.9)
+    rig.iterate(7)
+    assert list(rig.read().finish) == [0, 4, 5, 1, 2, 3]
 
 
 def test_a_submit_of_nothing_is_nothing(rig):
@@ -349,6 +296,7 @@ def test_a_full_channel_is_not_tried_in_a_spin_when_there_is_no_work(rig, shutdo
 
     def record(timeout):
         timeouts.append(timeout)
+        rig.clock.advance(timeout + 0.001)  # a wait ends late, never early
         return recv(0.0)
 
     rig.leader._requests.recv = record
@@ -422,7 +370,7 @@ def test_a_control_call_that_fails_tells_its_caller_only(rig, caplog):
     rig.submit(0, [1])
     rig.iterate()
     assert server.answer(Ping()) == Pong(steps=1, step_age=0.0)
-    assert server.answer(GetStats()) == Stats(values={**rig.engine.stats(), "bad_messages": 0})
+    assert server.answer(GetStats()) == Stats(values={**rig.engine.stats(), "bad_messages": 0, "deadlines_expired": 0})
     rig.engine.stats = lambda: 1 / 0
     assert server.answer(GetStats()) == ControlError(error="ZeroDivisionError: division by zero")
     assert server.answer(Shutdown(True)) == ControlError(error="unknown call Shutdown")

@@ -13,6 +13,7 @@ from headrace.config import EngineConfig
 from headrace.engine.base import EngineRequest, Float32, Int32, SingleRank, StepOutputs
 from headrace.engine.model_engine import ModelEngine, load_runner, make_engine
 from headrace.engine.plan import StepPlan
+from headrace.engine.sampler import RowSampling, sample
 from headrace.errors import ModelError
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
@@ -76,9 +77,10 @@ class Driver:
         self.stop_reasons: dict[int, int] = {}
         self.errors: dict[int, str] = {}
 
-    def submit(self, request_id: int, prompt: list[int], max_tokens: int = 5, **params: Any) -> None:
+    def submit(self, request_id: int, prompt: list[int], max_tokens: int = 5, priority: float = 0.5, **params: Any) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, **params)
-        self.engine.submit(EngineRequest(request_id, np.array(prompt, np.int32), sampling, max_tokens, seed=request_id))
+        tokens = np.array(prompt, np.int32)
+        self.engine.submit(EngineRequest(request_id, tokens, sampling, max_tokens, seed=request_id, priority=priority))
 
     def step(self) -> StepOutputs:
         outputs = self.engine.step()
@@ -183,6 +185,56 @@ def test_logits_that_are_not_finite_end_one_request() -> None:
     assert driver.engine.stats()["kv_blocks_used"] == 0
 
 
+@pytest.mark.parametrize("culprits", [{2}, {1, 3}, {1, 2, 3}])
+def test_a_request_that_cannot_be_sampled_ends_alone(
+    culprits: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Invariant 6: its neighbours in the step get the tokens that they would have got, and the next request works."""
+
+    def faulty(logits: Float32, rows: Sequence[RowSampling], positions: Sequence[int]) -> list[int]:
+        if any(row.seed in culprits and position == 3 for row, position in zip(rows, positions, strict=True)):
+            raise FloatingPointError("no such number")
+        return sample(logits, rows, positions)
+
+    def submit(driver: Driver) -> None:
+        for request_id in (1, 2, 3):
+            driver.submit(request_id, [request_id, request_id + 10], temperature=1.0)
+        driver.submit(4, [4])
+
+    undisturbed, driver = Driver(), Driver()
+    submit(undisturbed)
+    undisturbed.run()
+    monkeypatch.setattr("headrace.engine.model_engine.sample", faulty)
+    submit(driver)
+    driver.run()
+    for request_id in (1, 2, 3, 4):
+        count = 1 if request_id in culprits else 5
+        assert driver.tokens[request_id] == undisturbed.tokens[request_id][:count]
+        assert driver.ends[request_id] is (FinishReason.ERROR if request_id in culprits else undisturbed.ends[request_id])
+    assert driver.errors == dict.fromkeys(culprits, "the next token could not be sampled: FloatingPointError: no such number")
+    assert driver.engine.stats()["kv_blocks_used"] == 0 and "could not be sampled" in caplog.text
+    driver.submit(5, [5])
+    driver.run()
+    assert driver.tokens[5] == [6, 7, 8, 9, 10]
+
+
+def test_a_request_whose_parameters_cannot_be_used_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before the scheduler has it: a request that only one of the two knows would end the world in the next step."""
+
+    def unusable(*args: object) -> RowSampling:
+        raise OverflowError("too large")
+
+    driver = Driver()
+    with monkeypatch.context() as patch:
+        patch.setattr(RowSampling, "of", unusable)
+        with pytest.raises(OverflowError):
+            driver.submit(1, [1])
+    assert not driver.engine.has_work
+    driver.submit(1, [1], max_tokens=2)
+    driver.run()
+    assert driver.tokens == {1: [2, 3]}
+
+
 def test_a_request_cancelled_while_it_waits_never_runs() -> None:
     """A19: its tokens are in no plan, and it ends once."""
     driver = Driver()
@@ -195,6 +247,27 @@ def test_a_request_cancelled_while_it_waits_never_runs() -> None:
     driver.submit(1, [21], max_tokens=1)
     driver.run()
     assert [plan.tokens.tolist() for plan in driver.runner.plans] == [[21]], "its id is free again (A17)"
+
+
+def test_a_request_ends_as_it_is_told() -> None:
+    """A36: the engine's half."""
+    driver = Driver(max_batch_size=1)
+    driver.submit(1, [1])
+    driver.submit(2, [11])
+    driver.step()
+    assert driver.engine.cancel(1, FinishReason.TIMEOUT) and driver.engine.cancel(2, FinishReason.TIMEOUT)
+    driver.run()
+    assert driver.ends == dict.fromkeys((1, 2), FinishReason.TIMEOUT)
+    assert driver.tokens == {1: [2], 2: []} and len(driver.runner.plans) == 1
+
+
+def test_higher_priority_is_first_in_the_plan() -> None:
+    """A38."""
+    driver = Driver(max_batch_size=1)
+    for request_id, priority in enumerate([0.5, 0.1, 0.9, 0.5, 0.9]):
+        driver.submit(request_id, [request_id], max_tokens=1, priority=priority)
+    driver.run()
+    assert [plan.tokens.tolist() for plan in driver.runner.plans] == [[2], [4], [0], [3], [1]]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

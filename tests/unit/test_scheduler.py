@@ -1,4 +1,4 @@
-"""The scheduler: order, budget, chunks, preemption, and cancelling in every state. A45 as far as no model is needed."""
+"""The scheduler: order, priorities (A38), budget, chunks, preemption, and cancelling in every state. A45 as far as no model is needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from headrace.engine.kv_cache import KVCache
+from headrace.engine.ranking import Rank
 from headrace.engine.scheduler import TRANSITIONS, Chunk, Event, Scheduler, Sequence, State
 from headrace.errors import RequestError
 
@@ -16,8 +17,8 @@ def make(*, blocks: int = 100, block: int = 4, batch: int = 8, tokens: int = 32,
     return Scheduler(KVCache(blocks, block), max_batch_size=batch, max_num_tokens=tokens, max_seq_len=context)
 
 
-def submit(scheduler: Scheduler, request_id: int, length: int) -> Sequence:
-    return scheduler.submit(request_id, array("i", range(length)))
+def submit(scheduler: Scheduler, request_id: int, length: int, priority: float = 0.5) -> Sequence:
+    return scheduler.submit(request_id, array("i", range(length)), priority)
 
 
 def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
@@ -141,6 +142,78 @@ def test_the_oldest_gets_the_whole_pool_and_every_request_ends() -> None:
     assert scheduler.cache.num_free == 5
 
 
+# --- priorities
+
+
+def test_higher_priority_is_admitted_first_and_equal_ones_keep_their_order() -> None:
+    """A38."""
+    scheduler = make(batch=1)
+    submit(scheduler, 0, 1)
+    step(scheduler)
+    for request_id, priority in enumerate([0.5, 0.1, 0.9, 0.5, 0.9, float("inf"), -3.0], start=1):
+        submit(scheduler, request_id, 1, priority)
+    served = []
+    for _ in range(8):
+        (chunk,) = step(scheduler)
+        served.append(chunk[0])
+        scheduler.end(chunk[0])
+    assert served == [0, 6, 3, 5, 1, 4, 2, 7], "what runs is not stopped for what waits"
+
+
+def test_a_prefill_of_higher_priority_comes_before_decoding_of_lower() -> None:
+    """A38: it was admitted with what budget was left, and has the whole of it from then on."""
+    scheduler = make(tokens=4)
+    submit(scheduler, 1, 2)
+    assert step(scheduler) == [(1, 0, 2)]
+    high = submit(scheduler, 2, 9, 0.9)
+    submit(scheduler, 3, 1)
+    assert step(scheduler) == [(1, 2, 1), (2, 0, 3)]
+    assert step(scheduler) == [(2, 3, 4)]
+    assert high.state is State.PREFILL
+    assert step(scheduler) == [(2, 7, 2), (1, 3, 1), (3, 0, 1)]
+    assert step(scheduler) == [(2, 9, 1), (1, 4, 1), (3, 1, 1)]
+
+
+def test_preemption_takes_the_lowest_priority_and_of_equal_ones_the_youngest() -> None:
+    """A38, A45: the order of arrival is low, high, low, high; the pool is full when all four run."""
+    scheduler = make(blocks=16, block=1)
+    sequences = [submit(scheduler, request_id, 1, priority) for request_id, priority in enumerate([0.1, 0.9, 0.1, 0.9])]
+    victims: list[int] = []
+    for _ in range(14):
+        step(scheduler)
+        for sequence in sequences:
+            if sequence.state is State.PREEMPTED and sequence.request_id not in victims:
+                victims.append(sequence.request_id)
+    assert victims == [2, 0, 3]
+    assert scheduler.live() == [1, 3, 0, 2], "they wait in their ranks"
+
+
+def test_a_preempted_request_gives_way_to_a_higher_one_that_has_arrived_since() -> None:
+    """A38: preempted or new, the rank alone says who is next; nobody is passed over."""
+    scheduler = make(blocks=6, block=1)
+    submit(scheduler, 1, 2)
+    submit(scheduler, 2, 2)
+    for _ in range(2):
+        step(scheduler)
+    assert step(scheduler) == [(1, 3, 1)] and scheduler.counts[State.PREEMPTED] == 1
+    submit(scheduler, 3, 1, 0.9)
+    assert step(scheduler) == [(1, 4, 1)], "not a block for anybody else"
+    scheduler.end(1)
+    assert [chunk[0] for chunk in step(scheduler)] == [3, 2]
+
+
+def test_a_large_request_of_high_priority_holds_back_what_would_pass_it() -> None:
+    """A38: without that a stream of small requests would keep the pool from ever having room for it."""
+    scheduler = make(blocks=8, block=1)
+    submit(scheduler, 1, 3, 0.1)
+    step(scheduler)
+    submit(scheduler, 2, 7, 0.9)
+    submit(scheduler, 3, 1, 0.5)
+    assert step(scheduler) == [(1, 3, 1)]
+    scheduler.end(1)
+    assert step(scheduler) == [(2, 0, 7)]
+
+
 @pytest.mark.parametrize("state", [State.WAITING, State.PREFILL, State.DECODE, State.PREEMPTED])
 def test_cancel_in_every_state_frees_the_blocks_once(state: State) -> None:
     blocks = 10 if state is State.PREFILL else 6
@@ -227,6 +300,6 @@ def test_repr_shows_the_states() -> None:
 
 
 def test_a_chunk_samples_only_at_the_end_of_what_is_known() -> None:
-    sequence = Sequence(1, array("i", range(6)), 6)
+    sequence = Sequence(1, array("i", range(6)), 6, Rank(-0.5, 0))
     assert not Chunk(sequence, 0, 5).samples
     assert Chunk(sequence, 5, 1).samples

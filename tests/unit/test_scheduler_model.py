@@ -13,7 +13,9 @@ from headrace.engine.scheduler import Scheduler, Sequence, State
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The model knows, for each live request in the order of arrival, its tokens and how many of them have been computed since it began."""
+    """The model knows, for each live request in the order of arrival, its priority, its tokens, and how many of them have been computed
+    since it began.
+    """
 
     @initialize(
         blocks=st.integers(2, 12), block=st.integers(1, 4), batch=st.integers(1, 4), tokens=st.integers(1, 9), slack=st.integers(0, 3)
@@ -23,16 +25,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.batch, self.budget, self.block = batch, tokens, block
         self.scheduler = Scheduler(KVCache(blocks, block), max_batch_size=batch, max_num_tokens=tokens, max_seq_len=self.context)
         self.known: dict[int, list[int]] = {}
+        self.priorities: dict[int, float] = {}
         self.computed: dict[int, int] = {}
         self.sequences: dict[int, Sequence] = {}
         self.next_id = 0
         self.preemptions = 0
 
-    @rule(share=st.floats(0.0, 1.0))
-    def submit(self, share: float) -> None:
+    @rule(share=st.floats(0.0, 1.0), priority=st.sampled_from([0.5, 0.5, 0.1, 0.9]))
+    def submit(self, share: float, priority: float) -> None:
         length = 1 + int(share * (self.context - 2))
         prompt = [self.next_id * 1000 + place for place in range(length)]
-        self.sequences[self.next_id] = self.scheduler.submit(self.next_id, array("i", prompt))
+        self.sequences[self.next_id] = self.scheduler.submit(self.next_id, array("i", prompt), priority)
+        self.priorities[self.next_id] = priority
         self.known[self.next_id] = prompt
         self.computed[self.next_id] = 0
         self.next_id += 1
@@ -46,13 +50,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(stop=st.integers(0, 6))
     def step(self, stop: int) -> None:
+        ran = self._ids(State.PREFILL, State.DECODE)
+        waited = self._ids(State.WAITING, State.PREEMPTED)
         chunks = self.scheduler.schedule()
         assert bool(chunks) == bool(self.known), "work that is there makes progress"
         assert len(chunks) <= self.batch and sum(chunk.length for chunk in chunks) <= self.budget
         served = [chunk.sequence.request_id for chunk in chunks]
-        assert served == [request_id for request_id in self.known if request_id in served], "oldest first, each once"
-        if chunks:
-            assert served[0] == next(iter(self.known)), "the oldest is never passed over"
+        old, admitted = [i for i in served if i in ran], [i for i in served if i in waited]
+        assert served == old + admitted, "what runs comes before what waited"
+        assert old == ran[: len(old)], "by priority, then oldest first, each once, and nobody is passed over"
+        if not ran:
+            assert admitted[:1] == waited[:1], "with an empty pool the first that waits is admitted"
+        preempted = self._ids(State.PREEMPTED)
+        for request_id in ran:
+            if request_id in preempted:
+                assert all(i in preempted for i in ran[ran.index(request_id) :]), "the lowest priority goes first, then the youngest"
+        queue = sorted({*waited, *(i for i in ran if i in preempted)}, key=self._rank)
+        assert admitted == queue[: len(admitted)], "nobody who waits is passed over, not by one who was preempted either"
         self._notice_preemptions()
         written: set[int] = set()
         for request_id, start, length in ((chunk.sequence.request_id, chunk.start, chunk.length) for chunk in chunks):
@@ -76,6 +90,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 known.append(len(known))
                 self.scheduler.append(chunk.sequence, known[-1])
 
+    def _rank(self, request_id: int) -> tuple[float, int]:
+        return -self.priorities[request_id], request_id
+
+    def _ids(self, *states: State) -> list[int]:
+        """Of all that are in one of these states, first served first."""
+        return sorted((i for i, sequence in self.sequences.items() if sequence.state in states), key=self._rank)
+
     def _notice_preemptions(self) -> None:
         """A preempted request begins again; one that was admitted in the same step would start where the model does not expect it."""
         for request_id, sequence in self.sequences.items():
@@ -85,18 +106,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_preemptions == self.preemptions
 
     def _forget(self, request_id: int) -> None:
-        del self.known[request_id], self.computed[request_id], self.sequences[request_id]
+        del self.known[request_id], self.priorities[request_id], self.computed[request_id], self.sequences[request_id]
 
     @invariant()
     def consistent(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check()
-            assert self.scheduler.live() == list(self.known)
+            assert self.scheduler.live() == self._ids(State.PREFILL, State.DECODE) + self._ids(State.WAITING, State.PREEMPTED)
             assert sum(self.scheduler.counts.values()) == len(self.known)
             assert not self.known or self.scheduler.has_work
 
     def teardown(self) -> None:
-        """Everything ends, whatever came before, within a bound: every step gives the oldest at least one token."""
+        """Everything ends, whatever came before, within a bound: every step gives the first that runs at least one token."""
         if not hasattr(self, "scheduler"):
             return
         bound = sum(2 * self.context for _ in self.known) + 1
