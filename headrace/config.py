@@ -24,6 +24,7 @@ class EchoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         kill_rank: this rank kills itself with SIGKILL when it is about to run step ``kill_step``.
         kill_step: see ``kill_rank``.
         raise_step: the step with this number raises.
+        kill_token: a request whose prompt holds this token kills rank 0 with SIGKILL when it would run.
         fail_token: a request whose prompt holds this token fails with a RequestError in the engine.
     """
 
@@ -38,6 +39,7 @@ class EchoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kill_step: int = 0
     raise_step: int | None = None
     fail_token: int | None = None
+    kill_token: int | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -134,6 +134,9 @@ class EchoEngine:
             self._running[request_id] = running
         if not self._running:
             return outputs
+        kill_token = self._echo.kill_token
+        if kill_token is not None and any(kill_token in running.prompt for running in self._running.values()):
+            os.kill(os.getpid(), signal.SIGKILL)
         plan = [np.array([self._steps], dtype=np.int32)]
         self._broadcast(plan)
         self._runner.execute(plan)

@@ -112,6 +112,7 @@ def test_a_rank_that_cannot_start_reports_why_and_aborts_the_world(deaf, monkeyp
     for name, value in {
         "read_bootstrap": lambda path: type("Bootstrap", (), {"owner_pid": 0}),
         "guard": lambda pid: None,
+        "show_stacks_on_signal": lambda: None,
         "MpiWorld": lambda: world,
         "set_process_name": lambda name: None,
         "Reporter": Reporter,
