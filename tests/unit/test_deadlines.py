@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.ipc.messages import Cancel, Shutdown
+from headrace.ipc.transport import milliseconds
 from headrace.outputs import FinishReason
 from headrace.worker.deadlines import SLACK, Deadlines
 from tests.leader_rig import Rig
@@ -206,6 +207,7 @@ def test_an_idle_wait_ends_when_a_deadline_comes(rig, monkeypatch):
     """An engine that holds requests without having work for them: the loop sleeps until the next deadline, not for ever."""
     rig.submit(0, [1], timeout=7.0)
     rig.submit(1, [2], timeout=4.0)
+    rig.submit(2, [3], timeout=math.inf)
     monkeypatch.setattr(type(rig.engine), "has_work", property(lambda engine: bool(engine._ended_early.request_ids)))
     waited = []
     recv = rig.leader._requests.recv
@@ -218,8 +220,9 @@ def test_an_idle_wait_ends_when_a_deadline_comes(rig, monkeypatch):
 
     monkeypatch.setattr(rig.leader._requests, "recv", record)
     rig.leader.iterate(0.0)
-    for _ in range(2):
-        rig.leader.iterate(None)
-        rig.leader.iterate(None)
+    rig.leader.iterate(None)
+    rig.leader.iterate(None)
     assert rig.read().finish == {1: FinishReason.TIMEOUT, 0: FinishReason.TIMEOUT}
     assert waited == [4.0, 3.0]
+    rig.leader.iterate(None)
+    assert milliseconds(waited[-1]) == 2**31 - 1, "for ever is a time that one can wait"

@@ -1,0 +1,220 @@
+"""Clients of a chaos run: every manner of treating a handle, and a record of what was asked and what came back, to be judged afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from headrace.errors import ClosedError, EngineDeadError, HeadraceError, QueueFullError
+from headrace.executor.proxy import GenerationExecutorProxy
+from headrace.executor.request import GenerationRequest
+from headrace.executor.result import GenerationResult
+from headrace.outputs import RequestOutput
+from headrace.params import SamplingParams
+from tests.chaos.plan import Client
+from tests.integration.worlds import LONG
+
+
+class Rig(NamedTuple):
+    """What is asked, and of which ``model``. ``draw``: a prompt and a number of tokens; ``answer``: the tokens of an undisturbed run, shape
+    [count]; ``most``: requests in one call, for an engine that takes its time.
+    """
+
+    model: str
+    draw: Callable[[random.Random], tuple[list[int], int]]
+    answer: Callable[[Sequence[int], int], list[int]]
+    most: int
+
+
+class Asked:
+    """One request. ``handle`` is None once it was dropped."""
+
+    def __init__(self, prompt: list[int], max_tokens: int, handle: GenerationResult) -> None:
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.handle: GenerationResult | None = handle
+        self.aborted = False
+        # What iterating gave, and whether it has given the end; endings that a reader saw, of which there must be one.
+        self.iterated = False
+        self.pieces: list[int] = []
+        self.endings: list[str] = []
+
+    def take(self, output: RequestOutput) -> None:
+        """One output of iterating."""
+        self.iterated = True
+        self.pieces += output.outputs[0].token_ids_diff
+        if output.finished:
+            self.endings.append(str(output.outputs[0].finish_reason))
+
+    def raised(self, error: HeadraceError) -> None:
+        """Reading ended with an error."""
+        self.endings.append(type(error).__name__)
+
+    def wait(self) -> None:
+        """Until it has ended. TimeoutError, the only error that is let out, is a lost request."""
+        assert self.handle is not None
+        try:
+            self.endings.append(str(self.handle.result(LONG).outputs[0].finish_reason))
+        except HeadraceError as error:
+            self.raised(error)
+
+
+class Crowd:
+    """All clients of one world. ``over`` is set when the world is about to end: who only holds handles reads them then."""
+
+    def __init__(self, executor: GenerationExecutorProxy, rig: Rig, clients: Sequence[Client]) -> None:
+        self.asked: list[Asked] = []
+        self.dropped = 0
+        self.refused: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self.over = threading.Event()
+        self._executor = executor
+        self._rig = rig
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(client,), name=f"{client.kind}-{number}", daemon=True)
+            for number, client in enumerate(clients)
+        ]
+
+    def start(self) -> None:
+        """Let them loose."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Until all have got what they wait for, or LONG has passed: who still waits then is a fault."""
+        for thread in self._threads:
+            thread.join(2 * LONG)
+            if thread.is_alive():
+                self.faults.append(f"client {thread.name} still waits")
+
+    def _run(self, client: Client) -> None:
+        behave = getattr(self, f"_{client.kind}", self._whole)
+        rng = random.Random(client.seed)
+        try:
+            for _ in range(client.rounds):
+                if (asked := self._submit(rng, client)) is None:
+                    return
+                behave(rng, asked)
+        except Exception as error:
+            # Whatever it is, no client has a reason for it.
+            self.faults.append(f"client {client.kind}: {type(error).__name__}: {error}")
+
+    def _submit(self, rng: random.Random, client: Client) -> list[Asked] | None:
+        """What was admitted; None when the world takes nothing more."""
+        drawn = [self._rig.draw(rng) for _ in range(min(client.size, self._rig.most))]
+        streaming = client.kind in ("stream", "stall", "drop", "tasks") or rng.random() < 0.3
+        requests = [GenerationRequest(prompt, SamplingParams(max_tokens=count, ignore_eos=True), streaming) for prompt, count in drawn]
+        try:
+            handles = self._executor.submit(requests)
+        except (EngineDeadError, ClosedError) as error:
+            self._refuse(type(error).__name__)
+            return None
+        except QueueFullError:
+            self._refuse("QueueFullError")
+            return []
+        asked = [Asked(prompt, count, handle) for (prompt, count), handle in zip(drawn, handles, strict=True)]
+        with self._lock:
+            self.asked += asked
+        return asked
+
+    def _refuse(self, kind: str) -> None:
+        with self._lock:
+            self.refused[kind] += 1
+
+    # --- manners
+
+    def _whole(self, rng: random.Random, asked: list[Asked]) -> None:
+        for one in asked:
+            one.wait()
+
+    def _stream(self, rng: random.Random, asked: list[Asked]) -> None:
+        for one in asked:
+            _read(one)
+
+    def _abort(self, rng: random.Random, asked: list[Asked]) -> None:
+        for one in asked:
+            if rng.random() < 0.7:
+                self.over.wait(rng.uniform(0.0, 0.02))
+                one.aborted = True
+                assert one.handle is not None
+                for _ in range(rng.randint(1, 3)):
+                    one.handle.abort()
+        self._whole(rng, asked)
+
+    def _drop(self, rng: random.Random, asked: list[Asked]) -> None:
+        for one in asked:
+            if rng.random() < 0.5:
+                _read(one, pieces=1)
+            self._let_go(one)
+
+    def _stall(self, rng: random.Random, asked: list[Asked]) -> None:
+        for one in asked:
+            _read(one, pieces=1)
+        self.over.wait(LONG)
+        for one in asked:
+            if not one.endings:
+                _read(one)
+
+    def _unread(self, rng: random.Random, asked: list[Asked]) -> None:
+        self.over.wait(LONG)
+        self._whole(rng, asked)
+
+    def _tasks(self, rng: random.Random, asked: list[Asked]) -> None:
+        asyncio.run(self._gather(rng, asked))
+
+    async def _gather(self, rng: random.Random, asked: list[Asked]) -> None:
+        tasks = [asyncio.create_task(_await(one) if rng.random() < 0.5 else _read_async(one)) for one in asked]
+        cancelled = [one for one in asked if rng.random() < 0.2]
+        await asyncio.sleep(rng.uniform(0.0, 0.02))
+        for one, task in zip(asked, tasks, strict=True):
+            if one in cancelled:
+                task.cancel()
+        # A request that is lost hangs here, and `join` says so.
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one, task in zip(asked, tasks, strict=True):
+            if task.cancelled():
+                self._let_go(one)
+            elif (error := task.exception()) is not None:
+                self.faults.append(f"task: {type(error).__name__}: {error}")
+
+    def _let_go(self, one: Asked) -> None:
+        """Drop the handle, and with it the request, unless its end was seen already."""
+        if one.endings:
+            return
+        one.handle = None
+        with self._lock:
+            self.dropped += 1
+
+
+def _read(one: Asked, pieces: int | None = None) -> None:
+    """Iterate to the end, or for some outputs."""
+    assert one.handle is not None
+    try:
+        for number, output in enumerate(one.handle, 1):
+            one.take(output)
+            if number == pieces:
+                return
+    except HeadraceError as error:
+        one.raised(error)
+
+
+async def _await(one: Asked) -> None:
+    assert one.handle is not None
+    try:
+        one.endings.append(str((await one.handle).outputs[0].finish_reason))
+    except HeadraceError as error:
+        one.raised(error)
+
+
+async def _read_async(one: Asked) -> None:
+    assert one.handle is not None
+    try:
+        async for output in one.handle:
+            one.take(output)
+    except HeadraceError as error:
+        one.raised(error)

@@ -1,0 +1,359 @@
+"""Runs episodes: builds the world, starts the clients, does what the plan says when it says so, and holds the end against the promises."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from headrace.config import EchoConfig, EngineConfig
+from headrace.engine.echo import echo_token
+from headrace.errors import StartupError
+from headrace.executor import session
+from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
+from headrace.executor.lifecycle import WorldState
+from headrace.executor.proxy import GenerationExecutorProxy
+from tests.chaos import strangers
+from tests.chaos.clients import Crowd, Rig
+from tests.chaos.judge import LOST, judge, outcomes
+from tests.chaos.plan import Ending, Episode, Fault, draw
+from tests.chaos.processes import MARK, Marked, send
+from tests.conftest import SETTLE, Resources
+from tests.integration.worlds import LONG, eventually, folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What the user process may hold more than after its first episodes, in bytes: far above what allocators keep, far below what one request
+#: leaked in each episode would be after an hour.
+GROWTH = 64 << 20
+WARM_UP = 5
+
+VOCABULARY = EchoConfig().vocab_size
+
+
+def draw_echo(rng: random.Random) -> tuple[list[int], int]:
+    """A prompt of 1 to 8 tokens, and mostly few, sometimes up to 150 tokens to answer with."""
+    prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 8))]
+    return prompt, rng.randint(1, 20 if rng.random() < 0.9 else 150)
+
+
+ECHO = Rig("echo", draw_echo, lambda prompt, count: [echo_token(prompt, index, VOCABULARY) for index in range(count)], 1000)
+
+
+def smollm2() -> Rig:
+    """SmolLM2-135M, and greedy answers of an independent implementation. Raises ModelError when the model is not installed."""
+    from headrace.checkpoint import resolve_model
+
+    results = json.loads((ROOT / "tests/data/smollm2_greedy.json").read_text())["results"]
+    answers = {tuple(result["prompt_ids"]): result["output_ids_ignore_eos"] for result in results}
+    prompts = [list(prompt) for prompt in answers]
+    return Rig(
+        str(resolve_model("smollm2-135m")),
+        lambda rng: (rng.choice(prompts), rng.randint(1, 8 if rng.random() < 0.9 else 40)),
+        lambda prompt, count: answers[tuple(prompt)][:count],
+        8,
+    )
+
+
+@dataclass
+class Report:
+    """What happened in one episode or in many of them."""
+
+    violations: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+    worlds: int = 0
+    # From the signal that ended a world: until its last request had ended, and until its last process was gone; the longest, in seconds.
+    worst_told: float = 0.0
+    worst_gone: float = 0.0
+    peak_rss: int = 0
+
+    def add(self, other: Report) -> None:
+        """Sums and maxima."""
+        self.violations += other.violations
+        for name in ("faults", "outcomes", "refused", "endings"):
+            getattr(self, name).update(getattr(other, name))
+        self.worlds += other.worlds
+        for name in ("worst_told", "worst_gone", "peak_rss"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+    def summary(self) -> str:
+        """As lines to print."""
+
+        def listed(counts: Counter[str]) -> str:
+            return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "none"
+
+        lines = [
+            f"faults injected   {self.faults.total()}: {listed(self.faults)}",
+            f"worlds built      {self.worlds}; ended by: {listed(self.endings)}",
+            f"requests          {self.outcomes.total()}: {listed(self.outcomes)}",
+            f"submits refused   {listed(self.refused)}",
+            f"losses            {self.outcomes[LOST]}",
+            f"after a death     all told within {self.worst_told:.2f} s, all gone within {self.worst_gone:.2f} s",
+            f"peak memory       {self.peak_rss >> 20} MiB",
+            *(f"VIOLATION         {line}" for line in self.violations),
+        ]
+        return "\n".join(lines)
+
+
+def run(seed: int, go_on: Callable[[int], bool], *, first: int = 0, rig: Rig = ECHO) -> Report:
+    """Episodes ``first`` and on, as long as ``go_on(number)``, up to the first with a violation. All share this process,
+    whose memory must stay flat.
+    """
+    total = Report()
+    calm = 0
+    number = first
+    while go_on(number) and not total.violations:
+        report = Run(draw(seed, number), rig).run()
+        gc.collect()
+        report.peak_rss = rss = resident()
+        if number - first < WARM_UP:
+            calm = max(calm, rss)
+        elif rss > calm + GROWTH:
+            report.violations.append(f"seed {seed}, episode {number}: memory grew from {calm >> 20} to {rss >> 20} MiB")
+        total.add(report)
+        number += 1
+    return total
+
+
+def resident() -> int:
+    """Bytes of memory that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Run:
+    """One episode."""
+
+    def __init__(self, episode: Episode, rig: Rig) -> None:
+        self.report = Report()
+        self._episode = episode
+        self._rig = rig
+
+    def run(self) -> Report:
+        """All of it; what went wrong is in the report, with how to run it again."""
+        before = Resources.now()
+        wrong: list[str] = []
+        try:
+            with Marked.by_us() as marked:
+                wrong += self._user(marked) if self._episode.ending.kind == "user" else self._here(marked)
+                if survivors := marked.wait_gone(LONG):
+                    wrong.append(f"processes live on: {marked.describe(survivors)}")
+        except Exception as error:
+            wrong.append(f"the harness met {type(error).__name__}: {error}")
+        wrong += _left_behind(before)
+        self.report.endings[self._episode.ending.kind] += 1
+        self.report.violations = [f"{self._episode.name}: {line}" for line in wrong]
+        return self.report
+
+    def _build(self) -> GenerationExecutorProxy:
+        episode = self._episode
+        echo = EchoConfig(step_time=episode.step_time, max_batch_size=episode.max_batch_size, load_time=0.05)
+        model = self._rig.model
+        runner = "echo" if model == "echo" else "torch"
+        config = EngineConfig(model=model, runner=runner, tensor_parallel_size=episode.ranks, num_threads=1, echo=echo)
+        self.report.worlds += 1
+        return GenerationExecutorProxy(config, MpiLauncher(find_mpi()), start_timeout=10 * LONG)
+
+    # --- a world of this process
+
+    def _here(self, marked: Marked) -> Iterator[str]:
+        executor = self._build()
+        try:
+            executor.launch()
+            if self._episode.ending.kind == "start":
+                yield from self._end_at_start(executor, marked)
+            else:
+                executor.wait_ready()
+                yield from self._at_work(executor, marked)
+        finally:
+            executor.close(timeout=LONG)
+        if executor.state is not WorldState.CLOSED:
+            yield f"after close it is {executor!r}"
+        counters = executor.counters()
+        if counters["live"] or counters["admitted"] != sum(
+            counters[name] for name in ("finished", "aborted", "failed", "timed_out", "dead")
+        ):
+            yield f"the ledger does not balance: {counters}"
+
+    def _end_at_start(self, executor: GenerationExecutorProxy, marked: Marked) -> Iterator[str]:
+        ending = self._episode.ending
+        until(time.monotonic() + ending.at)
+        # A process that is not there yet cannot be hit; the one that will start it can.
+        hit = next((name for name in (ending.target, "mpiexec", "janitor") if marked.send(name, ending.signal)), None)
+        struck = time.monotonic()
+        self.report.faults[f"{signal.Signals(ending.signal).name} at start"] += hit is not None
+        try:
+            executor.wait_ready()
+        except StartupError:
+            self._note_gone(marked, struck)
+            return
+        # It was ready before the signal came, or the signal was caught by a process that was about to become another.
+        if hit is not None and not eventually(lambda: executor.state is not WorldState.READY):
+            yield f"{hit} got signal {ending.signal} and the world is {executor!r}"
+
+    def _at_work(self, executor: GenerationExecutorProxy, marked: Marked) -> Iterator[str]:
+        ending = self._episode.ending
+        crowd = Crowd(executor, self._rig, self._episode.clients)
+        closer = threading.Thread(target=executor.close, kwargs={"drain": ending.drain, "timeout": 2 * LONG}, name="closer", daemon=True)
+        crowd.start()
+        try:
+            self._disturb(executor, marked)
+            if ending.kind == "death":
+                yield from self._end_by_death(executor, marked, crowd)
+            else:
+                if not answers(executor):
+                    yield f"the control channel is silent: {executor!r}"
+                closer.start()
+                crowd.over.set()
+                if ending.kind == "closing":
+                    until(time.monotonic() + ending.then)
+                    self._strike(marked, "while closing")
+                closer.join(3 * LONG)
+        finally:
+            crowd.over.set()
+            executor.close(timeout=LONG)
+            crowd.join()
+        self.report.outcomes += outcomes(crowd)
+        self.report.refused += crowd.refused
+        yield from judge(crowd, self._rig, executor.counters(), self._allowed)
+
+    @property
+    def _allowed(self) -> frozenset[str]:
+        """Endings, beside ``length``, that the ending of the world explains."""
+        ending = self._episode.ending
+        dead = {"EngineDeadError"} if ending.kind in ("death", "closing") else set()
+        aborted = {"abort"} if ending.kind in ("close", "closing") and not ending.drain else set()
+        return frozenset(dead | aborted)
+
+    def _disturb(self, executor: GenerationExecutorProxy, marked: Marked) -> None:
+        """All faults up to the ending, each at its time. Whoever is still stopped then goes on."""
+        began, ends = time.monotonic(), self._episode.ending.at
+        stopped: list[int] = []
+        moments = [(fault.at, fault) for fault in self._episode.faults]
+        moments += [(fault.at + fault.lasts, None) for fault in self._episode.faults if fault.kind == "pause"]
+        try:
+            for at, fault in sorted(moments, key=lambda moment: moment[0]):
+                until(began + min(at, ends))
+                if at > ends or fault is None:
+                    _continue(stopped)
+                elif fault.kind == "pause":
+                    self._pause(fault.target, marked, stopped)
+                else:
+                    self._send_frames(fault, executor)
+            until(began + ends)
+        finally:
+            _continue(stopped)
+
+    def _pause(self, target: str, marked: Marked, stopped: list[int]) -> None:
+        fd = marked.open(target)
+        if fd is not None:
+            stopped.append(fd)
+            self.report.faults["SIGSTOP, SIGCONT"] += send(fd, signal.SIGSTOP)
+
+    def _send_frames(self, fault: Fault, executor: GenerationExecutorProxy) -> None:
+        bootstrap = executor._world.bootstrap
+        assert bootstrap is not None, "it is ready"
+        self.report.faults[f"{fault.kind} frames"] += strangers.attack(
+            fault.kind, folder(executor), bootstrap.key, random.Random(fault.seed)
+        )
+
+    def _strike(self, marked: Marked, when: str) -> float:
+        """The signal that ends the world; when it was sent."""
+        ending = self._episode.ending
+        if marked.send(ending.target, ending.signal):
+            self.report.faults[f"{signal.Signals(ending.signal).name} {when}"] += 1
+        return time.monotonic()
+
+    def _end_by_death(self, executor: GenerationExecutorProxy, marked: Marked, crowd: Crowd) -> Iterator[str]:
+        struck = self._strike(marked, "at work")
+        crowd.over.set()
+        if not eventually(lambda: executor.state is not WorldState.READY and executor.counters()["live"] == 0):
+            yield f"requests outlive their world: {executor!r}"
+        self.report.worst_told = max(self.report.worst_told, time.monotonic() - struck)
+        self._note_gone(marked, struck)
+
+    def _note_gone(self, marked: Marked, struck: float) -> None:
+        marked.wait_gone(LONG)
+        self.report.worst_gone = max(self.report.worst_gone, time.monotonic() - struck)
+
+    # --- a user process of its own
+
+    def _user(self, marked: Marked) -> Iterator[str]:
+        ending = self._episode.ending
+        base = Path(tempfile.mkdtemp(prefix="hr", dir=session._base_folder()))
+        script = "import sys; from tests.chaos.harness import act; act(*sys.argv[1:])"
+        command = [sys.executable, "-c", script, str(base), str(self._episode.seed), str(self._episode.number), self._rig.model]
+        began = time.monotonic()
+        self.report.worlds += 1
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL) as process:
+            until(began + ending.at)
+            process.kill()
+        struck = time.monotonic()
+        if process.returncode != -signal.SIGKILL:
+            yield f"the user process ended by itself, with {process.returncode}"
+        self.report.faults["SIGKILL of the user process"] += 1
+        self._note_gone(marked, struck)
+        # One that was killed before it had a janitor leaves its folder to the next start.
+        if any(base.iterdir()):
+            self.report.endings["user, its folder left to the next start"] += 1
+        session.sweep(base)
+        yield from (f"the next start does not remove {path}" for path in base.iterdir() if not _is_new(path))
+        shutil.rmtree(base)
+
+
+def act(base: str, seed: str, number: str, model: str) -> None:
+    """In a user process that is going to be killed: the episode, without its end."""
+    session._base_folder = lambda: Path(base)
+    episode = draw(int(seed), int(number))
+    run = Run(replace(episode, ending=Ending("close", 1000.0)), ECHO if model == "echo" else smollm2())
+    for line in run._here(Marked(os.environ[MARK])):
+        print(line, file=sys.stderr)
+
+
+def until(moment: float) -> None:
+    """The plan's next moment, on the monotonic clock."""
+    if (left := moment - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+def answers(executor: GenerationExecutorProxy) -> bool:
+    """Whether the control channel serves its owner, whatever strangers did to it."""
+    try:
+        executor.ping(LONG)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _continue(stopped: list[int]) -> None:
+    while stopped:
+        fd = stopped.pop()
+        send(fd, signal.SIGCONT)
+        os.close(fd)
+
+
+def _is_new(path: Path) -> bool:
+    """A folder without a lock in it may be one that is just being made, so the next start leaves it for a while."""
+    return not (path / session.LOCK_NAME).exists()
+
+
+def _left_behind(before: Resources) -> list[str]:
+    gc.collect()  # what only a reference cycle holds is not leaked
+    deadline = time.monotonic() + SETTLE
+    while (lines := Resources.now().leaked_since(before, True)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [f"left behind: {line}" for line in lines]

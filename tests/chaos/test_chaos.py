@@ -1,0 +1,36 @@
+"""Short chaos runs (A3, A14, A15, A16, A22, A23, A25, A32): whatever happens to a world, every request ends once, and nothing is left.
+
+A failure names its seed and episode; ``scripts/soak --seed SEED --episode NUMBER`` runs that one again.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.harness import run
+from tests.chaos.plan import CLIENTS, ENDINGS, FRAMES, draw
+
+#: seeds of short runs that together hold every ending of a world
+SEEDS = (1, 2)
+EPISODES = 5
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("seed", SEEDS)
+def test_worlds_end_in_every_way_and_lose_nothing(seed):
+    """A3, A14, A15, A16, A22, A23, A25, A32."""
+    report = run(seed, lambda number: number < EPISODES)
+    print(report)
+    assert report.violations == []
+    assert report.worlds == EPISODES and report.outcomes["length"] > 0
+
+
+def test_a_plan_depends_on_nothing_but_its_seed_and_number():
+    assert draw(7, 3) == draw(7, 3) and draw(7, 3) != draw(7, 4) and draw(7, 3) != draw(8, 3)
+
+
+def test_the_short_runs_hold_every_ending_client_and_frame():
+    episodes = [draw(seed, number) for seed in SEEDS for number in range(EPISODES)]
+    assert {episode.ending.kind for episode in episodes} == set(ENDINGS)
+    assert {client.kind for episode in episodes for client in episode.clients} == set(CLIENTS)
+    assert {fault.kind for episode in episodes for fault in episode.faults} == {*FRAMES, "pause"}
