@@ -56,8 +56,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """A world at one moment.
 
     Attributes:
-        alive: its processes have not died and are not being ended.
-        ready: it takes requests.
+        alive: it has not died for good and is not being ended. One that died and is followed by another lives on.
+        ready: it is there and takes requests.
         progressing: whether the work that it has goes on.
         state: where it stands.
         live: requests that have not ended.

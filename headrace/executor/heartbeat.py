@@ -7,11 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import msgspec
 
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.errors import ClosedError, EngineDeadError, HeadraceError
 from headrace.executor.health import OVERSLEPT, Alarm, ProgressWatch
 from headrace.ipc.messages import Pong
 
@@ -99,10 +99,22 @@ class HeartbeatThread:
 
     def join(self, timeout: float) -> bool:
         """Wait for the end after ``stop``, at most so many seconds; whether it has come. The thread itself need not wait for it."""
-        if self.thread.ident is not None and self.thread is not threading.current_thread():
+        if self.thread.ident is None:
+            self._forget()
+        elif self.thread is not threading.current_thread():
             self.thread.join(max(0.0, min(timeout, threading.TIMEOUT_MAX)))
             return not self.thread.is_alive()
         return True
+
+    def _forget(self) -> None:
+        """Nothing is asked any more. Kept, the owner's methods would keep the owner, which keeps us, until the next collection."""
+
+        def ended(*arguments: object) -> NoReturn:
+            raise ClosedError("the heartbeat has ended")
+
+        self._ping = self._dump = self._kill = ended
+        self._live = lambda: 0
+        self._on_suspect = None
 
     # --- the thread
 
@@ -124,6 +136,7 @@ class HeartbeatThread:
                 # After a ping that went unanswered the next one follows at once.
                 due = max(began + self._interval, time.monotonic())
             self.watch.idle()
+        self._forget()
 
     def _sleep_until_work(self) -> None:
         """Costs nothing: no timeout. Announced before the look at the ledger, so that a request comes before the look, or wakes."""

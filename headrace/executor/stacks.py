@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,6 +43,12 @@ class RankStacks(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         head = f"rank {self.rank} (pid {self.pid}){': ' + self.missing if self.missing else ''}"
         return f"{head}\n{self.stacks}" if self.stacks else head
+
+
+class AskStacks(NamedTuple):
+    """A rank to be sent SIGUSR1, by the thread that holds its descriptor."""
+
+    rank: int
 
 
 class StackCollector:

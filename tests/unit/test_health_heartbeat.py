@@ -6,6 +6,7 @@ import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -262,3 +263,16 @@ def test_no_request_is_missed_while_the_thread_goes_to_sleep(world):
 def test_an_interval_must_leave_room_for_an_answer(interval):
     with pytest.raises(ValueError, match="does not lie between"):
         World(interval=interval)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_ended_heartbeat_keeps_nobody_alive(begun):
+    """A11: a closed world gives back its descriptors without waiting for a collection."""
+    world = World()
+    if begun:
+        world.heartbeat.start()
+    world.heartbeat.stop()
+    assert world.heartbeat.join(LONG)
+    heartbeat, gone = world.heartbeat, weakref.ref(world)
+    del world
+    assert gone() is None and heartbeat.watch.progressing is Progressing.UNKNOWN
