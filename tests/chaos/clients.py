@@ -21,13 +21,14 @@ from tests.integration.worlds import LONG
 
 class Rig(NamedTuple):
     """What is asked, and of which ``model``. ``draw``: a prompt and a number of tokens; ``answer``: the tokens of an undisturbed run, shape
-    [count]; ``most``: requests in one call, for an engine that takes its time.
+    [count]. For an engine that takes its time: ``most`` requests in one call, and episodes that are longer by the factor ``pace``.
     """
 
     model: str
     draw: Callable[[random.Random], tuple[list[int], int]]
     answer: Callable[[Sequence[int], int], list[int]]
-    most: int
+    most: int = 1000
+    pace: float = 1.0
 
 
 class Asked:

@@ -49,7 +49,7 @@ def draw_echo(rng: random.Random) -> tuple[list[int], int]:
     return prompt, rng.randint(1, 20 if rng.random() < 0.9 else 150)
 
 
-ECHO = Rig("echo", draw_echo, lambda prompt, count: [echo_token(prompt, index, VOCABULARY) for index in range(count)], 1000)
+ECHO = Rig("echo", draw_echo, lambda prompt, count: [echo_token(prompt, index, VOCABULARY) for index in range(count)])
 
 
 def smollm2() -> Rig:
@@ -63,7 +63,8 @@ def smollm2() -> Rig:
         str(resolve_model("smollm2-135m")),
         lambda rng: (rng.choice(prompts), rng.randint(1, 8 if rng.random() < 0.9 else 40)),
         lambda prompt, count: answers[tuple(prompt)][:count],
-        8,
+        most=1,
+        pace=8.0,
     )
 
 
@@ -140,7 +141,7 @@ class Run:
 
     def __init__(self, episode: Episode, rig: Rig) -> None:
         self.report = Report()
-        self._episode = episode
+        self._episode = episode.slowed(rig.pace)
         self._rig = rig
 
     def run(self) -> Report:
@@ -265,7 +266,7 @@ class Run:
             self.report.faults["SIGSTOP, SIGCONT"] += send(fd, signal.SIGSTOP)
 
     def _send_frames(self, fault: Fault, executor: GenerationExecutorProxy) -> None:
-        bootstrap = executor._world.bootstrap
+        bootstrap = executor._dispatcher.world.bootstrap
         assert bootstrap is not None, "it is ready"
         self.report.faults[f"{fault.kind} frames"] += strangers.attack(
             fault.kind, folder(executor), bootstrap.key, random.Random(fault.seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 #: behaviours of clients; see ``clients.py``
 CLIENTS = ("whole", "stream", "abort", "drop", "stall", "unread", "burst", "tasks")
@@ -83,6 +83,11 @@ class Episode:
     def name(self) -> str:
         """How to run it again: ``scripts/soak --seed SEED --episode NUMBER``."""
         return f"seed {self.seed}, episode {self.number}"
+
+    def slowed(self, factor: float) -> Episode:
+        """The same with everything later by a factor, for an engine that takes its time."""
+        faults = tuple(replace(fault, at=fault.at * factor) for fault in self.faults)
+        return replace(self, faults=faults, ending=replace(self.ending, at=self.ending.at * factor))
 
 
 def draw(seed: int, number: int) -> Episode:
