@@ -43,6 +43,8 @@ class RecordedRequest:
     max_tokens: int
     seed: int
     deltas: list[RecordedDelta] = field(default_factory=list)
+    priority: float = 0.5
+    timeout: float | None = None
     cancelled: float | None = None
     cancelled_after: int = 0
 
@@ -127,7 +129,16 @@ class RecordedSession:
             if head.request_id in self._by_id:
                 continue
             prompt = array("i", tokens[start:end])
-            request = RecordedRequest(head.request_id, seconds, prompt, message.params[head.params], head.max_tokens, head.seed)
+            request = RecordedRequest(
+                head.request_id,
+                seconds,
+                prompt,
+                message.params[head.params],
+                head.max_tokens,
+                head.seed,
+                priority=head.priority,
+                timeout=head.timeout,
+            )
             self._by_id[head.request_id] = request
             burst.append(request)
         if burst:

@@ -148,4 +148,4 @@ def _request(recorded: RecordedRequest, same_lengths: bool) -> GenerationRequest
     if same_lengths:
         max_tokens = max(1, recorded.num_tokens) if recorded.finish is FinishReason.STOP else recorded.max_tokens
         params = msgspec.structs.replace(params, max_tokens=max_tokens, stop_token_ids=(), end_id=None, ignore_eos=True)
-    return GenerationRequest(recorded.prompt, params, streaming=True)
+    return GenerationRequest(recorded.prompt, params, streaming=True, priority=recorded.priority, timeout=recorded.timeout)
