@@ -417,14 +417,14 @@ class Dispatcher:
     def _suspend(self, error: EngineDeadError) -> None:
         waiters: list[Waiter] = []
         with self.lock:
-            suspended = self.ledger.suspend(self._max_deaths)
-            for live in suspended.aborted:
+            aborted, convicted = self.ledger.suspend(self._max_deaths)
+            for live in aborted:
                 self._end(live, FinishReason.ABORT, waiters)
             log.warning("%d requests wait for the next world", len(self.ledger))
         wake(waiters)
-        if suspended.convicted:
+        if convicted:
             log.error("a request is failed: its world died %d times in a row when it was to run", self._max_deaths)
-            self._fail(suspended.convicted, error)
+            self._fail(convicted, error)
 
     def _resume(self) -> None:
         """Queue what the ledger wants sent; holds the lock, and ``flush`` follows."""

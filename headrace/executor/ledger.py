@@ -29,7 +29,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from headrace.outputs import FinishReason
 
@@ -77,13 +77,6 @@ class Cancelled(enum.Enum):
     NOTHING = enum.auto()
     SEND = enum.auto()
     ENDED = enum.auto()
-
-
-class Suspended(NamedTuple, Generic[H]):
-    """Whom a death ends although another world follows."""
-
-    aborted: list[H]
-    convicted: list[H]
 
 
 class _Entry(Generic[H]):
@@ -189,9 +182,10 @@ class Ledger(Generic[H]):
         self._end(request_id, Outcome.FAILED)
         return entry.handle
 
-    def suspend(self, max_deaths: int) -> Suspended[H]:
-        """The world died and another follows: hold what it had, and say whom the death ends all the same."""
-        aborted, convicted = [], []
+    def suspend(self, max_deaths: int) -> tuple[list[H], list[H]]:
+        """The world died and another follows: hold what it had. Whom the death ends all the same: the aborted, and the convicted."""
+        aborted: list[H] = []
+        convicted: list[H] = []
         for request_id, entry in list(self._live.items()):
             if entry.phase is Phase.CANCELLING:
                 aborted.append(entry.handle)
@@ -207,7 +201,7 @@ class Ledger(Generic[H]):
                     entry.phase = Phase.HELD
                     self._held += 1
         self._suspect = None
-        return Suspended(aborted, convicted)
+        return aborted, convicted
 
     def resume(self) -> Iterator[tuple[int, H]]:
         """What is to be sent now, in order of admission, and counts as sent: all that is held, but of the suspects one at a time."""
