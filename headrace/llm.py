@@ -54,6 +54,8 @@ class LLM:
         on_engine_death: what happens when the world dies: "fail" ends all requests with EngineDeadError; "restart" starts another world,
             which goes on with them where they were; or a RestartPolicy.
         progress: True: a bar on stderr while weights load; or a callable (rank, stage, done, total), called in another thread.
+        record: a file for everything that crosses the boundary, to be replayed later; see docs/recording.md.
+        record_prompts: with the token ids and texts in it.
         echo: settings of the echo engine.
 
     Raises:
@@ -81,6 +83,8 @@ class LLM:
         max_queued_tokens: int = 4 * 1024 * 1024,
         on_engine_death: Literal["fail", "restart"] | RestartPolicy = "fail",
         progress: bool | ProgressListener = False,
+        record: str | Path | None = None,
+        record_prompts: bool = False,
         echo: EchoConfig | None = None,
     ) -> None:
         from headrace.executor.admission import QueueLimits
@@ -120,6 +124,8 @@ class LLM:
             on_engine_death=_policy(on_engine_death),
             limits=QueueLimits(max_queued_requests, max_queued_tokens),
             on_progress=listener,
+            record=record,
+            record_prompts=record_prompts,
         )
         try:
             self._executor.launch()

@@ -49,7 +49,8 @@ from headrace.executor.result import Waiter, wake
 from headrace.executor.startup import ProgressListener, startup_error
 from headrace.executor.world import World
 from headrace.ipc.channel import End, Poller
-from headrace.ipc.messages import AnyMessage, Deltas, Failed, Hello, Progress, Ready, Shutdown
+from headrace.ipc.messages import AnyMessage, Deltas, Failed, Hello, Progress, Ready, Shutdown, ShutdownDone
+from headrace.ipc.recorder import Recorder
 from headrace.outputs import FinishReason
 
 log = logging.getLogger("headrace.executor")
@@ -95,6 +96,7 @@ class Dispatcher:
         policy: RestartPolicy,
         limits: QueueLimits,
         on_progress: ProgressListener | None,
+        recorder: Recorder | None,
     ) -> None:
         self.lock = threading.RLock()
         self.ledger: Ledger[LiveRequest] = Ledger()
@@ -113,6 +115,7 @@ class Dispatcher:
         self._launcher = launcher
         self._max_deaths = policy.max_deaths
         self._on_progress = on_progress
+        self._recorder = recorder
         # From any thread, finalizer or signal handler: ids to cancel, and closes.
         self._inbox: deque[int | Close] = deque()
         self._bell = Doorbell()
@@ -149,11 +152,13 @@ class Dispatcher:
                 # Every request depends on this thread: a fault of ours in one turn is counted and survived.
                 self.faults += 1
                 log.exception("fault in the dispatch thread; it goes on")
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _launch(self) -> None:
         world = self.world
         try:
-            world.open(self._launcher, self._send_failed)
+            world.open(self._launcher, self._send_failed, self._recorder.sent if self._recorder is not None else None)
             assert world.results is not None and world.init is not None and world.monitor is not None
             self._on(world.results, self._read_results)
             self._on(world.init, self._read_init)
@@ -226,6 +231,8 @@ class Dispatcher:
             message = results.recv()
             if message is None:
                 return
+            if self._recorder is not None and isinstance(message, Deltas | ShutdownDone):
+                self._recorder.received(message)
             if isinstance(message, Deltas):
                 self._deliver(message)
             else:
@@ -301,6 +308,8 @@ class Dispatcher:
             self._tell_progress(message)
         elif isinstance(message, Ready):
             self.facts = message.facts
+            if self._recorder is not None:
+                self._recorder.received(message)
             self._handle(Started())
         elif isinstance(message, Failed):
             if self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING):

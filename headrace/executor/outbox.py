@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ChannelFullError
 from headrace.executor.request import CheckedRequest
@@ -29,13 +29,17 @@ class Admitted(NamedTuple):
 
 Item = Admitted | int | Shutdown  # an int is a request id to cancel
 
+#: told of every message that was sent; it does not raise
+SentHook: TypeAlias = Callable[[Submit | Cancel | Shutdown], None]
+
 
 class Outbox:
     """Ordered queue in front of the request channel."""
 
-    def __init__(self, channel: Channel, on_send_failed: Callable[[list[int], Exception], None]) -> None:
+    def __init__(self, channel: Channel, on_send_failed: Callable[[list[int], Exception], None], on_sent: SentHook | None = None) -> None:
         self._channel = channel
         self._on_send_failed = on_send_failed
+        self._on_sent = on_sent
         self._queue: deque[Item] = deque()
         # Held while the channel is used. Nobody waits for it but `close`: who does not get it leaves the queue to its holder.
         self._sending = threading.Lock()
@@ -82,7 +86,11 @@ class Outbox:
                 kind = type(queue[0])
                 while queue and type(queue[0]) is kind and not (alone and run):
                     run.append(queue.popleft())
-                self._channel.send(_message(run))
+                message = _message(run)
+                self._channel.send(message)
+                if self._on_sent is not None:
+                    # After it: a message that a full channel does not take is not sent, and then sent again.
+                    self._on_sent(message)
             except ChannelFullError:
                 queue.extendleft(reversed(run))
                 return False

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, ClosedError, EngineDeadError, HeadraceError, RequestError
@@ -22,6 +23,7 @@ from headrace.executor.startup import ProgressListener
 from headrace.executor.world import World
 from headrace.ipc.channel import Channel
 from headrace.ipc.messages import AnyMessage, ControlError, GetStats, Ping, Pong, Stats
+from headrace.ipc.recorder import Recorder
 
 log = logging.getLogger("headrace.executor")
 
@@ -39,6 +41,8 @@ class GenerationExecutorProxy:
         on_engine_death: whether a world that dies is followed by another, which takes over the live requests.
         limits: how much may wait; None: those of ``QueueLimits()``.
         on_progress: told where each rank is while it starts; called in the dispatch thread.
+        record: a file for everything that crosses the boundary; see docs/recording.md.
+        record_prompts: with the token ids and texts in it.
     """
 
     def __init__(
@@ -50,10 +54,14 @@ class GenerationExecutorProxy:
         on_engine_death: RestartPolicy = FAIL,
         limits: QueueLimits | None = None,
         on_progress: ProgressListener | None = None,
+        record: str | Path | None = None,
+        record_prompts: bool = False,
     ) -> None:
         self._launcher = launcher
         self._ranks = config.tensor_parallel_size
-        self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, limits or QueueLimits(), on_progress)
+        self._recorder = None if record is None else Recorder(record, config, with_prompts=record_prompts)
+        limits = limits or QueueLimits()
+        self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, limits, on_progress, self._recorder)
         # Ids rise in the order of registration; both happen under the dispatcher's lock.
         self._next_id = 0
         # Guards the control channel, one call at a time, and says whose it is. It is there from READY to close.
@@ -184,6 +192,8 @@ class GenerationExecutorProxy:
             if dispatcher.thread.is_alive():
                 log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
                 return
+        elif self._recorder is not None:
+            self._recorder.close()  # otherwise by the thread, as its last act
         with dispatcher.lock:
             # A world that had died by itself was reaped by its thread, which has ended: nothing is left to do but to say so.
             if self.state is WorldState.REAPED:

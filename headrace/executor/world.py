@@ -7,7 +7,7 @@ from collections.abc import Callable
 from headrace.config import EngineConfig
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.monitor import WorldMonitor
-from headrace.executor.outbox import Outbox
+from headrace.executor.outbox import Outbox, SentHook
 from headrace.executor.session import Session
 from headrace.executor.startup import Startup
 from headrace.ipc.bootstrap import FILE_NAME, Bootstrap, local_bootstrap, write_bootstrap
@@ -30,7 +30,7 @@ class World:
         self._kills = 0
         self.closed = False
 
-    def open(self, launcher: Launcher, on_send_failed: Callable[[list[int], Exception], None]) -> None:
+    def open(self, launcher: Launcher, on_send_failed: Callable[[list[int], Exception], None], on_sent: SentHook | None) -> None:
         """Bind the sockets, then launch. Raises StartupError, ChannelError, OSError."""
         from headrace.ipc.zmq_channel import bind_pair, bind_served
 
@@ -38,7 +38,7 @@ class World:
         self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self._config)
         self.init = bind_served(bootstrap.address("init"), bootstrap.key)
         self.results = bind_pair(bootstrap.address("result"), bootstrap.key)
-        self.outbox = Outbox(bind_pair(bootstrap.address("request"), bootstrap.key), on_send_failed)
+        self.outbox = Outbox(bind_pair(bootstrap.address("request"), bootstrap.key), on_send_failed, on_sent)
         path = write_bootstrap(session.path, bootstrap)
         self.monitor = WorldMonitor(launcher.launch(session.path, path, self._config.tensor_parallel_size))
 

@@ -17,21 +17,23 @@ import pytest
 from headrace.cli import main
 from headrace.config import EchoConfig, EngineConfig
 from headrace.errors import EngineDeadError, RequestError, StartupError
+from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
 from headrace.executor.launchers.replay import ReplayLauncher
+from headrace.executor.lifecycle import FAIL, RestartPolicy
 from headrace.executor.proxy import GenerationExecutorProxy
 from headrace.executor.recorded import RecordedSession
 from headrace.executor.replay import replay
 from headrace.executor.request import GenerationRequest
-from headrace.ipc import zmq_channel
-from headrace.ipc.messages import Buffer, Deltas, Ready
+from headrace.ipc.messages import Buffer, Deltas, ShutdownDone
 from headrace.ipc.recorder import Recorder
-from headrace.ipc.recording import Received, Sent, read_recording
+from headrace.ipc.recording import End, Received, Sent, read_recording
+from headrace.llm import LLM
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 from headrace.text.stage import StoppingText
 from headrace.text.stops import StopMatcher
 
-from .worlds import LONG, answer, make, pids, world
+from .worlds import LONG, answer, pids, world
 
 FAIL_TOKEN = 66
 ECHO = {"step_time": 0.002, "fail_token": FAIL_TOKEN}
@@ -87,41 +89,22 @@ def perform(executor: GenerationExecutorProxy) -> list[Ending]:
 
 
 @contextlib.contextmanager
-def recorded(path, *, with_prompts: bool = True, **echo) -> Iterator[GenerationExecutorProxy]:
-    """A started world of which everything is recorded that crosses its request, result and init-status channels."""
-    executor = make(**echo)
-    recorder = Recorder(path, EngineConfig(model="echo", runner="echo", echo=EchoConfig(**echo)), with_prompts=with_prompts)
-
-    def tap(bind):
-        def bind_and_tap(address, key):
-            end = bind(address, key)
-            if address.channel == "request":
-                send = end.send
-                end.send = lambda message, *rest: (send(message, *rest), recorder.sent(message))
-            else:
-                receive = end.recv
-
-                def recv(*rest):
-                    got = receive(*rest)
-                    message = getattr(got, "message", got)
-                    if message is not None and (address.channel == "result" or isinstance(message, Ready)):
-                        recorder.received(message)
-                    return got
-
-                end.recv = recv
-            return end
-
-        return bind_and_tap
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zmq_channel, "bind_pair", tap(zmq_channel.bind_pair))
-        patch.setattr(zmq_channel, "bind_served", tap(zmq_channel.bind_served))
-        executor.start()
+def recorded(path, *, with_prompts: bool = True, on_engine_death=FAIL, **echo) -> Iterator[GenerationExecutorProxy]:
+    """A started world of which everything is recorded."""
+    config = EngineConfig(model="echo", runner="echo", echo=EchoConfig(**echo))
+    executor = GenerationExecutorProxy(
+        config,
+        MpiLauncher(find_mpi()),
+        start_timeout=LONG,
+        on_engine_death=on_engine_death,
+        record=path,
+        record_prompts=with_prompts,
+    )
     try:
+        executor.start()
         yield executor
     finally:
         executor.close()
-        recorder.close()
 
 
 class Sample(NamedTuple):
@@ -304,3 +287,51 @@ def test_the_command_refuses_what_is_no_recording(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["replay", str(path), "--speed", "-1"])
     assert exit_.value.code == 2
+
+
+def test_the_python_api_records_and_leaves_prompts_out_unless_told(tmp_path):
+    for with_prompts in (False, True):
+        with LLM("echo", record=tmp_path / "file", record_prompts=with_prompts) as llm:
+            given = llm.generate([7, 8], SamplingParams(max_tokens=3)).outputs[0].token_ids
+        recording = read_recording(tmp_path / "file")
+        (request,) = RecordedSession(recording).requests
+        assert request.prompt.tolist() == ([7, 8] if with_prompts else [0, 0])
+        assert request.token_ids == (given if with_prompts else [0, 0, 0])
+        *_, done, end = recording
+        assert isinstance(done.message, ShutdownDone) and isinstance(end, End)
+
+
+def test_an_executor_that_was_never_started_closes_its_recording(tmp_path):
+    config = EngineConfig(model="echo", runner="echo")
+    GenerationExecutorProxy(config, MpiLauncher(find_mpi()), record=tmp_path / "file").close()
+    assert [type(record) for record in read_recording(tmp_path / "file")] == [End]
+    with pytest.raises(OSError, match="nowhere"):
+        GenerationExecutorProxy(config, MpiLauncher(find_mpi()), record=tmp_path / "nowhere" / "file")
+
+
+@pytest.mark.kill
+def test_a_request_that_went_through_two_worlds_is_replayed_as_one(tmp_path):
+    """A26: what the recording holds of it is the whole answer, and both kinds of replay give it."""
+    path = tmp_path / "file"
+
+    async def interrupted(executor) -> Ending:
+        (handle,) = executor.submit([ask([5, 6, 7], 60)])
+        killed = False
+        async for output in handle:
+            (completion,) = output.outputs
+            if len(completion.token_ids) >= 10 and not killed:
+                killed = True
+                os.kill(pids(executor)["rank0"], signal.SIGKILL)
+        return Ending(completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason)
+
+    with recorded(path, on_engine_death=RestartPolicy(attempts=1), step_time=0.002) as executor:
+        ending = asyncio.run(asyncio.wait_for(interrupted(executor), LONG))
+        assert executor.counters()["restarts"] == 1
+    assert ending.token_ids == answer([5, 6, 7], 60)
+    (request,) = RecordedSession(read_recording(path)).requests
+    assert (request.token_ids, request.finish) == (ending.token_ids, FinishReason.LENGTH)
+    with stand_in(path) as executor:
+        (handle,) = executor.submit([ask([5, 6, 7], 60)])
+        assert asyncio.run(asyncio.wait_for(read(handle), LONG)) == ending
+    with world() as executor:
+        assert [outcome.difference(only_lengths=False) for outcome in replayed(path, executor)] == [None]
