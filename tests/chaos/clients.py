@@ -38,7 +38,9 @@ class Asked:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.handle: GenerationResult | None = handle
+        # What explains an ending that is not the whole answer: it was aborted, or has a deadline.
         self.aborted = False
+        self.hurried = False
         # What iterating gave, and whether it has given the end; endings that a reader saw, of which there must be one.
         self.iterated = False
         self.pieces: list[int] = []
@@ -109,7 +111,17 @@ class Crowd:
         """What was admitted; None when the world takes nothing more."""
         drawn = [self._rig.draw(rng) for _ in range(min(client.size, self._rig.most))]
         streaming = client.kind in ("stream", "stall", "drop", "tasks") or rng.random() < 0.3
-        requests = [GenerationRequest(prompt, SamplingParams(max_tokens=count, ignore_eos=True), streaming) for prompt, count in drawn]
+        hurried = client.kind == "deadline"
+        requests = [
+            GenerationRequest(
+                prompt,
+                SamplingParams(max_tokens=count, ignore_eos=True),
+                streaming,
+                priority=rng.choice((0.1, 0.5, 0.5, 0.9)),
+                timeout=rng.uniform(0.001, 0.1) if hurried else None,
+            )
+            for prompt, count in drawn
+        ]
         try:
             handles = self._executor.submit(requests)
         except (EngineDeadError, ClosedError) as error:
@@ -119,6 +131,8 @@ class Crowd:
             self._refuse("QueueFullError")
             return []
         asked = [Asked(prompt, count, handle) for (prompt, count), handle in zip(drawn, handles, strict=True)]
+        for one in asked:
+            one.hurried = hurried
         with self._lock:
             self.asked += asked
         return asked

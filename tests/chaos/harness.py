@@ -20,10 +20,11 @@ from pathlib import Path
 
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import echo_token
-from headrace.errors import StartupError
+from headrace.errors import EngineDeadError, StartupError
 from headrace.executor import session
+from headrace.executor.admission import QueueLimits
 from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
-from headrace.executor.lifecycle import WorldState
+from headrace.executor.lifecycle import FAIL, RestartPolicy, WorldState
 from headrace.executor.proxy import GenerationExecutorProxy
 from tests.chaos import strangers
 from tests.chaos.clients import Crowd, Rig
@@ -31,7 +32,7 @@ from tests.chaos.judge import LOST, judge, outcomes
 from tests.chaos.plan import Ending, Episode, Fault, draw
 from tests.chaos.processes import MARK, Marked, send
 from tests.conftest import SETTLE, Resources
-from tests.integration.worlds import LONG, eventually, folder
+from tests.integration.worlds import LONG, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +40,9 @@ ROOT = Path(__file__).resolve().parents[2]
 #: leaked in each episode would be after an hour.
 GROWTH = 64 << 20
 WARM_UP = 5
+
+#: violations that a summary lists
+SHOWN = 20
 
 VOCABULARY = EchoConfig().vocab_size
 
@@ -78,6 +82,8 @@ class Report:
     refused: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
     worlds: int = 0
+    restarts: int = 0
+    replayed: int = 0
     # From the signal that ended a world: until its last request had ended, and until its last process was gone; the longest, in seconds.
     worst_told: float = 0.0
     worst_gone: float = 0.0
@@ -88,7 +94,8 @@ class Report:
         self.violations += other.violations
         for name in ("faults", "outcomes", "refused", "endings"):
             getattr(self, name).update(getattr(other, name))
-        self.worlds += other.worlds
+        for name in ("worlds", "restarts", "replayed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("worst_told", "worst_gone", "peak_rss"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
@@ -101,17 +108,19 @@ class Report:
         lines = [
             f"faults injected   {self.faults.total()}: {listed(self.faults)}",
             f"worlds built      {self.worlds}; ended by: {listed(self.endings)}",
+            f"worlds restarted  {self.restarts}, with {self.replayed} requests that went on",
             f"requests          {self.outcomes.total()}: {listed(self.outcomes)}",
             f"submits refused   {listed(self.refused)}",
             f"losses            {self.outcomes[LOST]}",
             f"after a death     all told within {self.worst_told:.2f} s, all gone within {self.worst_gone:.2f} s",
             f"peak memory       {self.peak_rss >> 20} MiB",
-            *(f"VIOLATION         {line}" for line in self.violations),
+            *(f"VIOLATION         {line}" for line in self.violations[:SHOWN]),
+            *([f"                  and {len(self.violations) - SHOWN} more"] if len(self.violations) > SHOWN else []),
         ]
         return "\n".join(lines)
 
 
-def run(seed: int, go_on: Callable[[int], bool], *, first: int = 0, rig: Rig = ECHO) -> Report:
+def run(seed: int, go_on: Callable[[int], bool], *, first: int = 0, rig: Rig = ECHO, restart: bool = False) -> Report:
     """Episodes ``first`` and on, as long as ``go_on(number)``, up to the first with a violation. All share this process,
     whose memory must stay flat.
     """
@@ -119,7 +128,7 @@ def run(seed: int, go_on: Callable[[int], bool], *, first: int = 0, rig: Rig = E
     calm = 0
     number = first
     while go_on(number) and not total.violations:
-        report = Run(draw(seed, number), rig).run()
+        report = Run(draw(seed, number, restart), rig).run()
         gc.collect()
         report.peak_rss = rss = resident()
         if number - first < WARM_UP:
@@ -167,7 +176,13 @@ class Run:
         runner = "echo" if model == "echo" else "torch"
         config = EngineConfig(model=model, runner=runner, tensor_parallel_size=episode.ranks, num_threads=1, echo=echo)
         self.report.worlds += 1
-        return GenerationExecutorProxy(config, MpiLauncher(find_mpi()), start_timeout=10 * LONG)
+        return GenerationExecutorProxy(
+            config,
+            MpiLauncher(find_mpi()),
+            start_timeout=10 * LONG,
+            on_engine_death=RestartPolicy(attempts=1000) if episode.restart else FAIL,
+            limits=QueueLimits(requests=episode.queue),
+        )
 
     # --- a world of this process
 
@@ -216,13 +231,13 @@ class Run:
             if ending.kind == "death":
                 yield from self._end_by_death(executor, marked, crowd)
             else:
-                if not answers(executor):
-                    yield f"the control channel is silent: {executor!r}"
+                if not (self._episode.restart and ending.hurried) and not answers(executor):
+                    yield f"the world does not answer, or not come back: {executor!r}"
                 closer.start()
                 crowd.over.set()
                 if ending.kind == "closing":
                     until(time.monotonic() + ending.then)
-                    self._strike(marked, "while closing")
+                    self._strike(ending.target, ending.signal, marked, "while closing")
                 closer.join(3 * LONG)
         finally:
             crowd.over.set()
@@ -230,7 +245,10 @@ class Run:
             crowd.join()
         self.report.outcomes += outcomes(crowd)
         self.report.refused += crowd.refused
-        yield from judge(crowd, self._rig, executor.counters(), self._allowed)
+        counters = executor.counters()
+        self.report.restarts += counters["restarts"]
+        self.report.replayed += counters["replayed"]
+        yield from judge(crowd, self._rig, counters, self._allowed)
 
     @property
     def _allowed(self) -> frozenset[str]:
@@ -238,7 +256,9 @@ class Run:
         ending = self._episode.ending
         dead = {"EngineDeadError"} if ending.kind in ("death", "closing") else set()
         aborted = {"abort"} if ending.kind in ("close", "closing") and not ending.drain else set()
-        return frozenset(dead | aborted)
+        # A close does not wait for a world that is being restarted.
+        closed = {"ClosedError"} if self._episode.restart and ending.hurried else set()
+        return frozenset(dead | aborted | closed)
 
     def _disturb(self, executor: GenerationExecutorProxy, marked: Marked) -> None:
         """All faults up to the ending, each at its time. Whoever is still stopped then goes on."""
@@ -253,6 +273,8 @@ class Run:
                     _continue(stopped)
                 elif fault.kind == "pause":
                     self._pause(fault.target, marked, stopped)
+                elif fault.kind == "death":
+                    self._strike(fault.target, fault.signal, marked, "at work")
                 else:
                     self._send_frames(fault, executor)
             until(began + ends)
@@ -266,21 +288,21 @@ class Run:
             self.report.faults["SIGSTOP, SIGCONT"] += send(fd, signal.SIGSTOP)
 
     def _send_frames(self, fault: Fault, executor: GenerationExecutorProxy) -> None:
-        bootstrap = executor._dispatcher.world.bootstrap
-        assert bootstrap is not None, "it is ready"
-        self.report.faults[f"{fault.kind} frames"] += strangers.attack(
-            fault.kind, folder(executor), bootstrap.key, random.Random(fault.seed)
-        )
+        world = executor._dispatcher.world
+        # A world that starts is left in peace: of a pair, ZMQ takes the first who connects, whoever it is.
+        if executor.state is WorldState.READY and world.bootstrap is not None and world.session is not None:
+            rng = random.Random(fault.seed)
+            self.report.faults[f"{fault.kind} frames"] += strangers.attack(fault.kind, world.session.path, world.bootstrap.key, rng)
 
-    def _strike(self, marked: Marked, when: str) -> float:
-        """The signal that ends the world; when it was sent."""
-        ending = self._episode.ending
-        if marked.send(ending.target, ending.signal):
-            self.report.faults[f"{signal.Signals(ending.signal).name} {when}"] += 1
+    def _strike(self, target: str, number: int, marked: Marked, when: str) -> float:
+        """A signal that ends the world; when it was sent."""
+        if marked.send(target, number):
+            self.report.faults[f"{signal.Signals(number).name} {when}"] += 1
         return time.monotonic()
 
     def _end_by_death(self, executor: GenerationExecutorProxy, marked: Marked, crowd: Crowd) -> Iterator[str]:
-        struck = self._strike(marked, "at work")
+        ending = self._episode.ending
+        struck = self._strike(ending.target, ending.signal, marked, "at work")
         crowd.over.set()
         if not eventually(lambda: executor.state is not WorldState.READY and executor.counters()["live"] == 0):
             yield f"requests outlive their world: {executor!r}"
@@ -298,6 +320,7 @@ class Run:
         base = Path(tempfile.mkdtemp(prefix="hr", dir=session._base_folder()))
         script = "import sys; from tests.chaos.harness import act; act(*sys.argv[1:])"
         command = [sys.executable, "-c", script, str(base), str(self._episode.seed), str(self._episode.number), self._rig.model]
+        command += ["restart"] * self._episode.restart
         began = time.monotonic()
         self.report.worlds += 1
         with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL) as process:
@@ -316,10 +339,10 @@ class Run:
         shutil.rmtree(base)
 
 
-def act(base: str, seed: str, number: str, model: str) -> None:
+def act(base: str, seed: str, number: str, model: str, restart: str = "") -> None:
     """In a user process that is going to be killed: the episode, without its end."""
     session._base_folder = lambda: Path(base)
-    episode = draw(int(seed), int(number))
+    episode = draw(int(seed), int(number), bool(restart))
     run = Run(replace(episode, ending=Ending("close", 1000.0)), ECHO if model == "echo" else smollm2())
     for line in run._here(Marked(os.environ[MARK])):
         print(line, file=sys.stderr)
@@ -332,12 +355,15 @@ def until(moment: float) -> None:
 
 
 def answers(executor: GenerationExecutorProxy) -> bool:
-    """Whether the control channel serves its owner, whatever strangers did to it."""
-    try:
-        executor.ping(LONG)
-    except TimeoutError:
-        return False
-    return True
+    """Whether the control channel serves its owner, whatever strangers did to it; by the next world, if the last is dying just now."""
+    deadline = time.monotonic() + 2 * LONG
+    while time.monotonic() < deadline:
+        try:
+            executor.ping()
+            return True
+        except (TimeoutError, EngineDeadError):
+            until(time.monotonic() + 0.01)
+    return False
 
 
 def _continue(stopped: list[int]) -> None:

@@ -60,7 +60,8 @@ def _faults(one: Asked, rig: Rig, ending: str, tokens: list[int], allowed: froze
         yield f"ended as {one.endings} for its reader, and as {ending} when asked again"
     if _ending(one) != (ending, tokens):
         yield "gives another answer when asked again"
-    if ending not in allowed and ending != "length" and not (ending == "abort" and one.aborted):
+    own = {"length"} | ({"abort"} if one.aborted else set()) | ({"timeout"} if one.hurried else set())
+    if ending not in allowed | own:
         yield f"ended as {ending}, which nothing here explains"
     if ending == "length" and len(tokens) != one.max_tokens:
         yield f"has {len(tokens)} tokens and not {one.max_tokens}"

@@ -11,8 +11,9 @@ from tests.chaos.harness import run
 from tests.chaos.plan import CLIENTS, ENDINGS, FRAMES, draw
 
 #: seeds of short runs that together hold every ending of a world
-SEEDS = (1, 2)
-EPISODES = 5
+SEEDS = (1, 3)
+EPISODES = 4
+RESTART_SEED, RESTART_EPISODES = 7, 3
 
 
 @pytest.mark.kill
@@ -20,9 +21,18 @@ EPISODES = 5
 def test_worlds_end_in_every_way_and_lose_nothing(seed):
     """A3, A14, A15, A16, A22, A23, A25, A32."""
     report = run(seed, lambda number: number < EPISODES)
-    print(report)
+    print(report.summary())
     assert report.violations == []
     assert report.worlds == EPISODES and report.outcomes["length"] > 0
+
+
+@pytest.mark.kill
+def test_worlds_that_come_back_finish_what_was_asked():
+    """A14, A26, A36: deaths at any moment, during the restart too; no gap, no repeat, the same tokens."""
+    report = run(RESTART_SEED, lambda number: number < RESTART_EPISODES, restart=True)
+    print(report.summary())
+    assert report.violations == []
+    assert report.worlds == RESTART_EPISODES and report.restarts > 0
 
 
 def test_a_plan_depends_on_nothing_but_its_seed_and_number():
