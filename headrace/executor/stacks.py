@@ -1,8 +1,9 @@
 """The stacks of every rank of a local world, asked for by signal and found again in what the world writes.
 
-A rank answers SIGUSR1 from a C handler (``headrace.worker.stacks``), so it does also while it is stuck in C code. What it writes comes
-mixed with what others write, does not say whose it is, and has no end mark. So one rank is asked after the other, and a dump ends with the
-outermost frame of the main thread, which comes last and is the same in every process that was started with ``python -m``.
+A rank answers SIGUSR1 unless it is stuck in C code with the interpreter lock held, and then SIGUSR2 (``headrace.worker.stacks`` says why).
+What it writes comes mixed with what others write, does not say whose it is, and has no end mark. So one rank is asked after the other, and
+a dump ends with the outermost frame of the main thread, which comes last and is the same in every process that was started with
+``python -m``.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ from __future__ import annotations
 import contextlib
 import queue
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-#: seconds that one rank gets to show its stacks; it takes milliseconds, and the rest is for mpiexec and this process to pass them on
-PATIENCE = 0.5
+#: seconds that one rank gets to answer each of the signals; it takes milliseconds, and the rest is for a busy machine
+PATIENCE = 0.75
 
 #: Seconds between two dumps of one process. When the last line of the first one is read its handler is still returning, and a signal that
 #: another thread of the process takes meanwhile is dropped by faulthandler without a word.
 GAP = 0.05
+
+Ask: TypeAlias = Callable[[int, signal.Signals], None]
 
 _DUMP_LINE = re.compile(r"(Current thread|Thread) 0x|  (File \"|\.\.\.|<|Garbage-collecting)")
 _LAST_LINE = re.compile(r"  File \".*\", line \d+ in _run_module_as_main$")
@@ -46,9 +50,10 @@ class RankStacks(msgspec.Struct, frozen=True):
 
 
 class AskStacks(NamedTuple):
-    """A rank to be sent SIGUSR1, by the thread that holds its descriptor."""
+    """A rank to be sent this signal, by the thread that holds its descriptor."""
 
     rank: int
+    number: signal.Signals
 
 
 class StackCollector:
@@ -68,13 +73,13 @@ class StackCollector:
             for line in lines:
                 waiting.put(line)
 
-    def collect(self, ranks: Mapping[int, int], ask: Callable[[int], None], timeout: float) -> list[RankStacks]:
+    def collect(self, ranks: Mapping[int, int], ask: Ask, timeout: float) -> list[RankStacks]:
         """The stacks of all ranks, in order.
 
         Args:
             ranks: rank -> process id, of those on this machine.
-            ask: send SIGUSR1 to this rank, now or soon; nothing happens if it is gone.
-            timeout: seconds for all of them. One that does not answer costs PATIENCE at most.
+            ask: send this rank this signal, now or soon; nothing happens if it is gone.
+            timeout: seconds for all of them. One that does not answer costs PATIENCE twice at most.
 
         Raises:
             TimeoutError: another collection took all of the time.
@@ -90,7 +95,7 @@ class StackCollector:
             self._lines = None
             self._busy.release()
 
-    def _one(self, rank: int, pid: int, ask: Callable[[int], None], lines: queue.SimpleQueue[str], deadline: float) -> RankStacks:
+    def _one(self, rank: int, pid: int, ask: Ask, lines: queue.SimpleQueue[str], deadline: float) -> RankStacks:
         state = process_state(pid)
         if state in ("T", "t", "Z", "X", ""):
             # Nothing would come now; from one that is stopped it would come when nobody expects it any more.
@@ -103,19 +108,23 @@ class StackCollector:
             while True:
                 lines.get_nowait()
         began = time.monotonic()
-        until = min(deadline, began + PATIENCE)
-        ask(rank)
         dump: list[str] = []
-        while (left := until - time.monotonic()) > 0:
-            try:
-                line = lines.get(timeout=left)
-            except queue.Empty:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            ask(rank, number)
+            until = min(deadline, time.monotonic() + PATIENCE)
+            while (left := until - time.monotonic()) > 0:
+                try:
+                    line = lines.get(timeout=left)
+                except queue.Empty:
+                    break
+                if _DUMP_LINE.match(line):
+                    dump.append(line)
+                    if _LAST_LINE.match(line):
+                        self._last = pid, time.monotonic()
+                        return RankStacks(rank, pid, "\n".join(dump))
+            if dump or time.monotonic() >= deadline:
+                # It answers, but slowly: its threads run, so the other signal is not for it.
                 break
-            if _DUMP_LINE.match(line):
-                dump.append(line)
-                if _LAST_LINE.match(line):
-                    self._last = pid, time.monotonic()
-                    return RankStacks(rank, pid, "\n".join(dump))
         where = f", while it was {_STATES[state]}" if state in _STATES else ""
         return RankStacks(rank, pid, "\n".join(dump), f"its stacks did not come whole within {time.monotonic() - began:.1f} s{where}")
 

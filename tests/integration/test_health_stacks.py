@@ -23,7 +23,6 @@ import sys, threading, time
 sys.path.insert(0, {root!r})
 from headrace.worker.stacks import show_stacks_on_signal
 show_stacks_on_signal()
-show_stacks_on_signal()
 
 def hold_the_interpreter_lock():
     print("ready", flush=True)
@@ -68,7 +67,7 @@ class Process:
 
     def stacks(self):
         pid = self.process.pid
-        (found,) = self.collector.collect({3: pid}, lambda rank: os.kill(pid, signal.SIGUSR1), LONG)
+        (found,) = self.collector.collect({3: pid}, lambda rank, number: os.kill(pid, number), LONG)
         return found
 
     def end(self) -> None:
@@ -87,20 +86,20 @@ def process(request, tmp_path) -> Iterator[Process]:
 @pytest.mark.parametrize("process", ["hold_the_interpreter_lock", "wait_for_input", "busy"], indirect=True)
 def test_every_thread_of_a_process_is_shown_wherever_it_stands(process, request, monkeypatch):
     """Health on demand: no Python handler would run in the first of these. Asking again at once is as good."""
-    monkeypatch.setattr("headrace.executor.stacks.PATIENCE", LONG)
-    for _ in range(3):
+    monkeypatch.setattr("headrace.executor.stacks.PATIENCE", 1.5)
+    for _ in range(2):
         found = process.stacks()
         where = request.node.callspec.params["process"]
         assert (found.rank, found.pid, found.missing) == (3, process.process.pid, "")
         assert f"in {where}" in found.stacks and found.stacks.endswith("in _run_module_as_main")
-        assert found.stacks.count("hread 0x") == 2 and "threading.py" in found.stacks
+        assert found.stacks.count("hread 0x") == 3 and "threading.py" in found.stacks
     assert process.process.poll() is None, "it goes on"
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("process", ["busy"], indirect=True)
 def test_a_stopped_process_is_said_to_be_stopped_and_not_asked(process, monkeypatch):
-    monkeypatch.setattr("headrace.executor.stacks.PATIENCE", LONG)
+    monkeypatch.setattr("headrace.executor.stacks.PATIENCE", 1.5)
     pid = process.process.pid
     os.kill(pid, signal.SIGSTOP)
     assert eventually(lambda: process_state(pid) == "T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -30,7 +31,7 @@ def impatient(monkeypatch):
 
 def collect(answer: Callable[[StackCollector, int], None], ranks: int = 2, timeout: float = 10.0) -> list[RankStacks]:
     collector = StackCollector()
-    return collector.collect(dict.fromkeys(range(ranks), os.getpid()), lambda rank: answer(collector, rank), timeout)
+    return collector.collect(dict.fromkeys(range(ranks), os.getpid()), lambda rank, number: answer(collector, rank), timeout)
 
 
 def test_each_rank_has_its_own_in_order():
@@ -70,7 +71,7 @@ def test_a_process_that_cannot_answer_is_not_asked(state, why, monkeypatch):
     """One that is stopped would answer when it goes on, and nobody would expect it."""
     monkeypatch.setattr(module, "process_state", lambda pid: state)
     asked: list[int] = []
-    (found,) = StackCollector().collect({0: 1}, asked.append, 1.0)
+    (found,) = StackCollector().collect({0: 1}, lambda rank, number: asked.append(rank), 1.0)
     assert (found.missing, found.stacks, asked) == (why, "", [])
 
 
@@ -81,14 +82,14 @@ def test_the_state_of_a_process_is_read():
 def test_lines_are_dropped_while_nobody_asks():
     collector = StackCollector()
     collector.feed(dump(0).split("\n"))
-    (found,) = collector.collect({0: os.getpid()}, lambda rank: None, 1.0)
+    (found,) = collector.collect({0: os.getpid()}, lambda rank, number: None, 1.0)
     assert found.stacks == ""
 
 
 def test_two_collections_follow_one_another_or_say_so():
     collector, asked, go = StackCollector(), threading.Event(), threading.Event()
 
-    def ask(rank: int) -> None:
+    def ask(rank: int, number: signal.Signals) -> None:
         asked.set()
         go.wait(20)
         collector.feed(dump(rank).split("\n"))
@@ -103,3 +104,24 @@ def test_two_collections_follow_one_another_or_say_so():
     second = collector.collect({0: os.getpid()}, ask, 60.0)
     thread.join(20)
     assert second[0].pid == os.getpid() and len(first) == 1
+
+
+def test_the_second_signal_is_for_those_that_leave_the_first_without_any_answer():
+    """It is dangerous to a process whose threads run, and those answer the first."""
+    collector, sent = StackCollector(), []
+
+    def stuck(rank: int, number: signal.Signals) -> None:
+        sent.append(number)
+        if number == signal.SIGUSR2:
+            collector.feed(dump(rank).split("\n"))
+
+    (found,) = collector.collect({0: os.getpid()}, stuck, 10.0)
+    assert found.missing == "" and sent == [signal.SIGUSR1, signal.SIGUSR2]
+    sent.clear()
+
+    def slow(rank: int, number: signal.Signals) -> None:
+        sent.append(number)
+        collector.feed(OTHER.split("\n"))
+
+    (found,) = collector.collect({0: os.getpid()}, slow, 10.0)
+    assert found.missing != "" and sent == [signal.SIGUSR1]
