@@ -275,7 +275,8 @@ class Dispatcher:
                 start = end
             if stopped and self.world.outbox is not None:
                 self.world.outbox.put(*stopped)
-            if ledger.may_resume:
+            # Not on the last words of a world that has died: what is held is for the next one.
+            if ledger.may_resume and self.lifecycle.state is WorldState.READY:
                 self._resume()
         wake(waiters)
         self.flush()

@@ -1,0 +1,74 @@
+"""The dispatcher without its thread and without a world: what it does with frames at awkward moments (A15, A26)."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.errors import EngineDeadError
+from headrace.executor.admission import QueueLimits
+from headrace.executor.dispatcher import Dispatcher
+from headrace.executor.ledger import Phase
+from headrace.executor.lifecycle import RESTART, Lost, Started, WorldState
+from headrace.executor.live import LiveRequest
+from headrace.executor.request import CheckedRequest, GenerationRequest
+from headrace.executor.result import GenerationResult
+from headrace.ipc.messages import Buffer, Deltas
+from headrace.outputs import FinishReason
+from headrace.params import SamplingParams
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    """READY, with a policy that restarts. Its thread never runs and its world was never opened, so anything sent would raise."""
+    dispatcher = Dispatcher(EngineConfig(model="echo"), None, 10.0, RESTART, QueueLimits(), None, None)  # type: ignore[arg-type]
+    dispatcher._handle(Started())
+    return dispatcher
+
+
+def admit(dispatcher: Dispatcher, request_id: int) -> GenerationResult:
+    request = GenerationRequest([1, 2], SamplingParams(max_tokens=9))
+    result = GenerationResult(request_id, request, dispatcher.lock, lambda request_id: None)
+    checked = CheckedRequest(request, array("i", [1, 2]), 9, 0, None)
+    dispatcher.admission.enter(1, 2)
+    dispatcher.ledger.register([(request_id, LiveRequest(result.mailbox, checked, True))])
+    return result
+
+
+def deltas(request_id: int, *tokens: int, finish: FinishReason | None = None) -> Deltas:
+    return Deltas(1, Buffer.int64([request_id]), Buffer.int32([len(tokens)]), Buffer.int32(tokens), bytes([finish or 0]))
+
+
+@pytest.mark.parametrize("finish", [None, FinishReason.LENGTH])
+def test_the_last_words_of_a_dead_world_neither_count_nor_resume_what_is_held(dispatcher, finish):
+    """A26: frames that are read after the death was decided. Resumed by one of them, a request would be sent to nobody and never end."""
+    results = [admit(dispatcher, request_id) for request_id in range(2)]
+    dispatcher._deliver(deltas(0, 7))
+    dispatcher._handle(Lost(EngineDeadError("killed")))
+    assert dispatcher.lifecycle.state is WorldState.RESTARTING
+    dispatcher._deliver(deltas(0, 8, finish=finish))
+    dispatcher._deliver(deltas(1, 8, finish=finish))
+    assert [entry.phase for entry in dispatcher.ledger._live.values()] == [Phase.HELD, Phase.HELD]
+    assert dispatcher.ledger.late_deltas == 2 and dispatcher.ledger.balanced()
+    assert results[0].mailbox.unread_tokens == [7] and not results[0].finished
+    rests = [live.rest() for _, live in dispatcher.ledger.resume()]
+    assert [(list(rest.token_ids), rest.max_tokens, rest.num_generated) for rest in rests] == [([1, 2, 7], 8, 1), ([1, 2], 9, 0)]
+
+
+def test_frames_that_make_no_sense_are_counted_and_change_nothing(dispatcher):
+    """A15."""
+    result = admit(dispatcher, 0)
+    good = deltas(0, 7)
+    for bad in (
+        Deltas(1, Buffer.int64([0]), Buffer.int32([2]), good.token_ids, b"\0"),
+        Deltas(1, Buffer.int64([0, 1]), good.counts, good.token_ids, b"\0"),
+        Deltas(1, good.request_ids, Buffer.int32([-1]), good.token_ids, b"\0"),
+        Deltas(1, good.request_ids, good.counts, good.token_ids, b"\x63"),
+        Deltas(1, Buffer(b"odd"), good.counts, good.token_ids, b"\0"),
+    ):
+        dispatcher._deliver(bad)
+    assert dispatcher.bad_frames == 5 and result.mailbox.unread_tokens == []
+    dispatcher._deliver(good)
+    assert result.mailbox.unread_tokens == [7]
