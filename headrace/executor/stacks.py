@@ -100,6 +100,9 @@ class StackCollector:
         if state in ("T", "t", "Z", "X", ""):
             # Nothing would come now; from one that is stopped it would come when nobody expects it any more.
             return RankStacks(rank, pid, "", f"it is {_STATES.get(state, 'gone')}")
+        if not catches(pid, signal.SIGUSR1, signal.SIGUSR2):
+            # A stand-in for a rank, or one that has not come that far: the signals would end it.
+            return RankStacks(rank, pid, "", "it is not prepared to show its stacks")
         last, ended = self._last
         if last == pid and (pause := ended + GAP - time.monotonic()) > 0:
             time.sleep(pause)
@@ -127,6 +130,16 @@ class StackCollector:
                 break
         where = f", while it was {_STATES[state]}" if state in _STATES else ""
         return RankStacks(rank, pid, "\n".join(dump), f"its stacks did not come whole within {time.monotonic() - began:.1f} s{where}")
+
+
+def catches(pid: int, *numbers: signal.Signals) -> bool:
+    """Whether a process has handlers for all of these signals."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
+    return all(mask >> (number - 1) & 1 for number in numbers)
 
 
 def process_state(pid: int) -> str:

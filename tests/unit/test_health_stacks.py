@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.executor import stacks as module
-from headrace.executor.stacks import RankStacks, StackCollector, process_state
+from headrace.executor.stacks import RankStacks, StackCollector, catches, process_state
 
 OTHER = 'Thread 0x00007f5fb26006c0 (most recent call first):\n  File "/x/guard.py", line 42 in _watch\n\n'
 MAIN = (
@@ -25,8 +25,9 @@ def dump(line: int) -> str:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Whoever does not answer here never will."""
+    """Whoever does not answer here never will, and nobody is sent anything."""
     monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "catches", lambda pid, *numbers: True)
 
 
 def collect(answer: Callable[[StackCollector, int], None], ranks: int = 2, timeout: float = 10.0) -> list[RankStacks]:
@@ -73,6 +74,22 @@ def test_a_process_that_cannot_answer_is_not_asked(state, why, monkeypatch):
     asked: list[int] = []
     (found,) = StackCollector().collect({0: 1}, lambda rank, number: asked.append(rank), 1.0)
     assert (found.missing, found.stacks, asked) == (why, "", [])
+
+
+def test_a_process_that_the_signal_would_end_is_not_asked(monkeypatch):
+    monkeypatch.setattr(module, "catches", catches)
+    asked: list[int] = []
+    (found,) = StackCollector().collect({0: os.getpid()}, lambda rank, number: asked.append(rank), 1.0)
+    assert (found.missing, found.stacks, asked) == ("it is not prepared to show its stacks", "", [])
+
+
+def test_the_handlers_of_a_process_are_read():
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        assert catches(os.getpid(), signal.SIGUSR1) and not catches(os.getpid(), signal.SIGUSR1, signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not catches(os.getpid(), signal.SIGUSR1) and not catches(2**22 + 1, signal.SIGUSR1)
 
 
 def test_the_state_of_a_process_is_read():
