@@ -249,7 +249,7 @@ class Dispatcher:
                 )
         except (TypeError, ValueError, IndexError) as error:
             self.bad_frames += 1
-            log.warning("a result frame is dropped: %s", error)
+            log.warning("a result frame is dropped: %s", str(error))
             return
         waiters: list[Waiter] = []
         stopped: list[int] = []
