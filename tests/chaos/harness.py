@@ -26,6 +26,7 @@ from headrace.executor.admission import QueueLimits
 from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
 from headrace.executor.lifecycle import FAIL, RestartPolicy, WorldState
 from headrace.executor.proxy import GenerationExecutorProxy
+from headrace.executor.world import World
 from tests.chaos import strangers
 from tests.chaos.clients import Crowd, Rig
 from tests.chaos.judge import LOST, judge, outcomes
@@ -151,6 +152,8 @@ class Run:
     def __init__(self, episode: Episode, rig: Rig) -> None:
         self.report = Report()
         self._episode = episode.slowed(rig.pace)
+        # Worlds that got a deadly signal and are followed by another.
+        self._struck: list[World] = []
         self._rig = rig
 
     def run(self) -> Report:
@@ -231,8 +234,12 @@ class Run:
             if ending.kind == "death":
                 yield from self._end_by_death(executor, marked, crowd)
             else:
-                if not (self._episode.restart and ending.hurried) and not answers(executor):
-                    yield f"the world does not answer, or not come back: {executor!r}"
+                if not (self._episode.restart and ending.hurried):
+                    # Closed before its death is noticed, a world does not come back.
+                    if not eventually(lambda: executor._dispatcher.world not in self._struck, 2 * LONG):
+                        yield f"another world does not follow: {executor!r}"
+                    if not answers(executor):
+                        yield f"the world does not answer: {executor!r}"
                 closer.start()
                 crowd.over.set()
                 if ending.kind == "closing":
@@ -249,6 +256,10 @@ class Run:
         self.report.restarts += counters["restarts"]
         self.report.replayed += counters["replayed"]
         yield from judge(crowd, self._rig, counters, self._allowed)
+        results = executor._dispatcher.world.results
+        assert results is not None
+        if results.stats.refused or results.stats.gaps:
+            yield f"frames of rank 0 were lost or refused: {results.stats}"
 
     @property
     def _allowed(self) -> frozenset[str]:
@@ -256,8 +267,8 @@ class Run:
         ending = self._episode.ending
         dead = {"EngineDeadError"} if ending.kind in ("death", "closing") else set()
         aborted = {"abort"} if ending.kind in ("close", "closing") and not ending.drain else set()
-        # A close does not wait for a world that is being restarted.
-        closed = {"ClosedError"} if self._episode.restart and ending.hurried else set()
+        # A close does not wait for a world that is being restarted, nor restarts one whose death is noticed after it.
+        closed = {"ClosedError", "EngineDeadError"} if self._episode.restart and ending.hurried else set()
         return frozenset(dead | aborted | closed)
 
     def _disturb(self, executor: GenerationExecutorProxy, marked: Marked) -> None:
@@ -274,7 +285,9 @@ class Run:
                 elif fault.kind == "pause":
                     self._pause(fault.target, marked, stopped)
                 elif fault.kind == "death":
-                    self._strike(fault.target, fault.signal, marked, "at work")
+                    world = executor._dispatcher.world
+                    if self._strike(fault.target, fault.signal, marked, "at work"):
+                        self._struck.append(world)
                 else:
                     self._send_frames(fault, executor)
             until(began + ends)
@@ -294,15 +307,16 @@ class Run:
             rng = random.Random(fault.seed)
             self.report.faults[f"{fault.kind} frames"] += strangers.attack(fault.kind, world.session.path, world.bootstrap.key, rng)
 
-    def _strike(self, target: str, number: int, marked: Marked, when: str) -> float:
-        """A signal that ends the world; when it was sent."""
-        if marked.send(target, number):
-            self.report.faults[f"{signal.Signals(number).name} {when}"] += 1
-        return time.monotonic()
+    def _strike(self, target: str, number: int, marked: Marked, when: str) -> bool:
+        """A signal that ends the world; whether there was somebody to get it."""
+        struck = marked.send(target, number)
+        self.report.faults[f"{signal.Signals(number).name} {when}"] += struck
+        return struck
 
     def _end_by_death(self, executor: GenerationExecutorProxy, marked: Marked, crowd: Crowd) -> Iterator[str]:
         ending = self._episode.ending
-        struck = self._strike(ending.target, ending.signal, marked, "at work")
+        struck = time.monotonic()
+        self._strike(ending.target, ending.signal, marked, "at work")
         crowd.over.set()
         if not eventually(lambda: executor.state is not WorldState.READY and executor.counters()["live"] == 0):
             yield f"requests outlive their world: {executor!r}"

@@ -36,7 +36,7 @@ def judge(crowd: Crowd, rig: Rig, counters: Mapping[str, int], allowed: frozense
             continue
         ending, tokens = _ending(one)
         endings[ending] += 1
-        yield from (f"{one.handle!r} {fault}" for fault in _faults(one, rig, ending, tokens, allowed))
+        yield from (f"{one.handle!r} of {one.prompt} {fault}" for fault in _faults(one, rig, ending, tokens, allowed))
     yield from _imbalance(crowd, counters, endings)
 
 
