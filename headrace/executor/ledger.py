@@ -9,7 +9,7 @@ until its terminal record from the world, until it is ended while no world has i
     delta + finish count late     deliver, end as finish  deliver, end as finish  drop, end FINISHED  count late or unknown
     cancel         end ABORTED    -> CANCELLING, send     nothing                 nothing             nothing
     stop found     illegal        -> STOPPING, send       -> STOPPING             illegal             illegal
-    send failed    illegal        end FAILED              end FAILED              illegal             nothing
+    send failed    nothing        end FAILED              end FAILED              illegal             nothing
     suspended      HELD           HELD, or end DEAD       end ABORTED             end FINISHED        -
     resumed        -> SENT        illegal                 illegal                 illegal             -
     expired        end TIMED_OUT  illegal                 illegal                 illegal             illegal
@@ -173,11 +173,11 @@ class Ledger(Generic[H]):
         return send
 
     def send_failed(self, request_id: int) -> H | None:
-        """Its message never left: the handle to fail, or None if it has ended otherwise meanwhile."""
+        """Its message never left: the handle to fail, or None if it has ended otherwise meanwhile, or waits for another world by now."""
         entry = self._live.get(request_id)
-        if entry is None:
+        if entry is None or entry.phase is Phase.HELD:
             return None
-        if entry.phase in (Phase.STOPPING, Phase.HELD):
+        if entry.phase is Phase.STOPPING:
             raise IllegalEvent(f"sending request {request_id} failed, which is {entry!r}")
         self._end(request_id, Outcome.FAILED)
         return entry.handle
