@@ -113,7 +113,7 @@ class Report:
             f"requests          {self.outcomes.total()}: {listed(self.outcomes)}",
             f"submits refused   {listed(self.refused)}",
             f"losses            {self.outcomes[LOST]}",
-            f"after a death     all told within {self.worst_told:.2f} s, all gone within {self.worst_gone:.2f} s",
+            f"after the end     all told within {self.worst_told:.2f} s, all gone within {self.worst_gone:.2f} s",
             f"peak memory       {self.peak_rss >> 20} MiB",
             *(f"VIOLATION         {line}" for line in self.violations[:SHOWN]),
             *([f"                  and {len(self.violations) - SHOWN} more"] if len(self.violations) > SHOWN else []),
