@@ -256,10 +256,10 @@ class Run:
         self.report.restarts += counters["restarts"]
         self.report.replayed += counters["replayed"]
         yield from judge(crowd, self._rig, counters, self._allowed)
-        results = executor._dispatcher.world.results
-        assert results is not None
-        if results.stats.refused or results.stats.gaps:
-            yield f"frames of rank 0 were lost or refused: {results.stats}"
+        # Where rank 0 is dead, its place on the result channel is free for a stranger.
+        world = executor._dispatcher.world
+        if world not in self._struck and world.results is not None and (world.results.stats.refused or world.results.stats.gaps):
+            yield f"frames of rank 0 were lost or refused: {world.results.stats}"
 
     @property
     def _allowed(self) -> frozenset[str]:
