@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,9 @@ class LLM:
         max_queued_tokens: most prompt tokens of all of them together.
         on_engine_death: what happens when the world dies: "fail" ends all requests with EngineDeadError; "restart" starts another world,
             which goes on with them where they were; or a RestartPolicy.
+        on_hang: what happens when no step ends for ``progress_timeout`` seconds while there is work: "report" logs it, with the stacks of
+            all ranks; "kill" ends the world as well, as if it had died.
+        progress_timeout: see ``on_hang``; longer than the longest step, which is that of a long prefill.
         progress: True: a bar on stderr while weights load; or a callable (rank, stage, done, total), called in another thread.
         record: a file for everything that crosses the boundary, to be replayed later; see docs/recording.md.
         record_prompts: with the token ids and texts in it.
@@ -82,6 +86,8 @@ class LLM:
         max_queued_requests: int = 4096,
         max_queued_tokens: int = 4 * 1024 * 1024,
         on_engine_death: Literal["fail", "restart"] | RestartPolicy = "fail",
+        on_hang: Literal["report", "kill"] = "report",
+        progress_timeout: float = 60.0,
         progress: bool | ProgressListener = False,
         record: str | Path | None = None,
         record_prompts: bool = False,
@@ -123,6 +129,8 @@ class LLM:
             start_timeout=start_timeout,
             on_engine_death=_policy(on_engine_death),
             limits=QueueLimits(max_queued_requests, max_queued_tokens),
+            on_hang=on_hang,
+            progress_timeout=progress_timeout,
             on_progress=listener,
             record=record,
             record_prompts=record_prompts,
@@ -150,7 +158,8 @@ class LLM:
 
     def __del__(self) -> None:
         executor = getattr(self, "_executor", None)
-        if executor is not None:
+        # When the interpreter is on its way out its daemon threads stand still, with what they hold, and none may be waited for.
+        if executor is not None and not sys.is_finalizing():
             executor.close()
 
     @property

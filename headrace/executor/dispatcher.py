@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from headrace.executor.lifecycle import (
     Expired,
     Fail,
     Gone,
+    Hurry,
     Kill,
     Launch,
     Lifecycle,
@@ -46,6 +48,7 @@ from headrace.executor.lifecycle import (
 from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Admitted
 from headrace.executor.result import Waiter, wake
+from headrace.executor.stacks import AskStacks, StackCollector
 from headrace.executor.startup import ProgressListener, startup_error
 from headrace.executor.world import World
 from headrace.ipc.channel import End, Poller
@@ -60,6 +63,8 @@ worker_log = logging.getLogger("headrace.worker")
 FRAMES_PER_TURN = 256
 #: seconds until a full request channel is tried again
 RETRY_FULL = 0.01
+#: seconds that a poll can take at most: its milliseconds are a C int
+MAX_POLL = 2_000_000.0
 #: seconds between two looks at the deadlines of requests that no world has
 HELD_PATIENCE = 0.05
 
@@ -80,6 +85,12 @@ class Doorbell:
     def silence(self) -> None:
         """It has been heard."""
         os.eventfd_read(self.fd)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it is rung within so many seconds, or was; nobody must have silenced it. Takes no lock: for signal handlers too."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(min(timeout, MAX_POLL) * 1000))
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -103,11 +114,15 @@ class Dispatcher:
         self.lifecycle = Lifecycle(time.monotonic(), start_timeout, policy)
         self.admission = Admission(limits)
         self.facts: EngineFacts | None = None
+        self.stacks = StackCollector()
         self.bad_frames = 0
         self.faults = 0
         # Set once the first start is over, one way or the other.
         self.start_over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="headrace-dispatch", daemon=True)
+        # Rung as the last thing that the thread does. To wait for the thread itself is no good: an exception that falls into a join, as
+        # that of Ctrl-C, makes Python before 3.13 take the thread for one that has ended.
+        self.over = Doorbell()
         self.replayable = policy.attempts > 0
         # The world that there is, or was: another takes its place when it is launched. Replaced under the lock.
         self.world = World(config)
@@ -116,8 +131,8 @@ class Dispatcher:
         self._max_deaths = policy.max_deaths
         self._on_progress = on_progress
         self._recorder = recorder
-        # From any thread, finalizer or signal handler: ids to cancel, and closes.
-        self._inbox: deque[int | Close] = deque()
+        # From any thread, finalizer or signal handler: ids to cancel, and what else only this thread may do.
+        self._inbox: deque[int | Close | Hurry | Lost | AskStacks] = deque()
         self._bell = Doorbell()
         self._poller: Poller | None = None
         self._handlers: dict[End | int, Handler] = {}
@@ -125,8 +140,8 @@ class Dispatcher:
         # The thread ends: no world will follow.
         self._ended = False
 
-    def post(self, item: int | Close) -> None:
-        """Hand an id to cancel, or a close, to the thread. Takes no lock and never blocks."""
+    def post(self, item: int | Close | Hurry | Lost | AskStacks) -> None:
+        """Hand the thread an id to cancel, a close, a world that hangs, or a rank whose stacks are wanted. Takes no lock, never blocks."""
         self._inbox.append(item)
         self._bell.ring()
 
@@ -152,8 +167,13 @@ class Dispatcher:
                 # Every request depends on this thread: a fault of ours in one turn is counted and survived.
                 self.faults += 1
                 log.exception("fault in the dispatch thread; it goes on")
-        if self._recorder is not None:
-            self._recorder.close()
+        try:
+            if self._recorder is not None:
+                self._recorder.close()
+        finally:
+            # Our methods are in it: a cycle, and in it descriptors that would stay open until the next collection.
+            self._handlers.clear()
+            self.over.ring()
 
     def _launch(self) -> None:
         world = self.world
@@ -332,8 +352,16 @@ class Dispatcher:
         self._bell.silence()
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, Close):
+            if isinstance(item, Close | Hurry):
                 self._handle(item)
+            elif isinstance(item, Lost):
+                # The world that was meant may have died by itself meanwhile, or be on its way out.
+                if self.lifecycle.state is WorldState.READY:
+                    self._handle(item)
+            elif isinstance(item, AskStacks):
+                # Here, for this thread closes the descriptors of ranks that die, and another process may get their numbers.
+                if self.world.monitor is not None and not self.world.closed:
+                    self.world.monitor.signal_rank(item.rank, item.number)
             else:
                 self._cancel(item)
         self.flush()
@@ -360,7 +388,9 @@ class Dispatcher:
         assert self.world.monitor is not None
         output = self.world.monitor.world
         fd = output.output_fd
-        for line in output.read_output():
+        lines = output.read_output()
+        self.stacks.feed(lines)
+        for line in lines:
             worker_log.debug("%s", line)
         if output.output_fd < 0:
             self._off(fd)

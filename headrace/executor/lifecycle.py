@@ -35,6 +35,7 @@ is an argument.
                  Done             RESTARTING
     STARTING, READY, DRAINING, REVIVING       Gone: as Lost, then as Gone in the state that this leads to
     any, already closing                      Close: nothing (the first caller's budget stands)
+    any, already closing                      Hurry: as Expired, where that can happen; nothing otherwise
 """
 
 from __future__ import annotations
@@ -122,6 +123,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Hurry:
+    """The owner, who is closing, waits no longer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The world has reported its last request and its ranks are leaving."""
 
@@ -140,7 +146,7 @@ class Expired:
     report: str = ""
 
 
-Event: TypeAlias = Started | Lost | Close | Done | Gone | Expired
+Event: TypeAlias = Started | Lost | Close | Hurry | Done | Gone | Expired
 
 
 # --- actions
@@ -230,6 +236,9 @@ class Lifecycle:
             return self.handle(Lost(event.error), now) + self.handle(event, now)
         if isinstance(event, Close) and self._close_by is not None:
             return []
+        if isinstance(event, Hurry):
+            closing = self._close_by is not None and (self.state, Expired) in _TABLE
+            return self.handle(Expired(), now) if closing else []
         transition = _TABLE.get((self.state, type(event)))
         if transition is None:
             raise IllegalTransition(f"{event!r} in state {self.state.name}")

@@ -43,6 +43,8 @@ class Outbox:
         self._queue: deque[Item] = deque()
         # Held while the channel is used. Nobody waits for it but `close`: who does not get it leaves the queue to its holder.
         self._sending = threading.Lock()
+        # Ident of the thread that holds it.
+        self._sender: int | None = None
         self._closed = False
 
     def put(self, *items: Item) -> None:
@@ -57,11 +59,18 @@ class Outbox:
             if not self._sending.acquire(blocking=False):
                 return True
             try:
+                self._sender = threading.get_ident()
                 if not self._send_all():
                     return False
             finally:
+                self._sender = None
                 self._sending.release()
         return True
+
+    @property
+    def sending_here(self) -> bool:
+        """Whether the calling thread is inside ``flush``: it is then a signal handler that interrupted it."""
+        return self._sender == threading.get_ident()
 
     def close(self) -> None:
         """Close the channel. What is queued is dropped: its requests have ended by the death of the world."""

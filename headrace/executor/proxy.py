@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -13,12 +15,15 @@ from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, ClosedError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import QueueLimits
 from headrace.executor.dispatcher import Dispatcher
+from headrace.executor.health import PROGRESS_LIMIT, SILENCE_LIMIT, Health, ProgressWatch, describe
+from headrace.executor.heartbeat import HangPolicy, HeartbeatThread
 from headrace.executor.launchers.base import Launcher
-from headrace.executor.lifecycle import FAIL, HOLDING, Close, RestartPolicy, WorldState
+from headrace.executor.lifecycle import FAIL, HOLDING, Close, Hurry, Lost, RestartPolicy, WorldState
 from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Admitted
 from headrace.executor.request import GenerationRequest, check
 from headrace.executor.result import GenerationResult
+from headrace.executor.stacks import AskStacks, RankStacks
 from headrace.executor.startup import ProgressListener
 from headrace.executor.world import World
 from headrace.ipc.channel import Channel
@@ -40,6 +45,10 @@ class GenerationExecutorProxy:
         start_timeout: seconds from launch to READY.
         on_engine_death: whether a world that dies is followed by another, which takes over the live requests.
         limits: how much may wait; None: those of ``QueueLimits()``.
+        on_hang: what is done about a world that hangs: ``report`` logs it, with the stacks of all ranks; ``kill`` ends it as well, as if it
+            had died.
+        progress_timeout: seconds without the end of a step, while there is work, after which a world hangs; a step may take as long.
+        heartbeat_timeout: seconds without an answer of rank 0, while there is work, after which it is suspected to hang; above 1.
         on_progress: told where each rank is while it starts; called in the dispatch thread.
         record: a file for everything that crosses the boundary; see docs/recording.md.
         record_prompts: with the token ids and texts in it.
@@ -53,6 +62,9 @@ class GenerationExecutorProxy:
         start_timeout: float = 600.0,
         on_engine_death: RestartPolicy = FAIL,
         limits: QueueLimits | None = None,
+        on_hang: HangPolicy = "report",
+        progress_timeout: float = PROGRESS_LIMIT,
+        heartbeat_timeout: float = SILENCE_LIMIT,
         on_progress: ProgressListener | None = None,
         record: str | Path | None = None,
         record_prompts: bool = False,
@@ -62,12 +74,24 @@ class GenerationExecutorProxy:
         self._recorder = None if record is None else Recorder(record, config, with_prompts=record_prompts)
         limits = limits or QueueLimits()
         self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, limits, on_progress, self._recorder)
+        self._owner = os.getpid()
         # Ids rise in the order of registration; both happen under the dispatcher's lock.
         self._next_id = 0
         # Guards the control channel, one call at a time, and says whose it is. It is there from READY to close.
         self._control_lock = threading.Lock()
         self._control: Channel | None = None
         self._control_world: World | None = None
+        # Idents of threads that are in a call, with the lock or on their way to it.
+        self._callers: set[int] = set()
+        dispatcher = self._dispatcher
+        self._heartbeat = HeartbeatThread(
+            self.ping,
+            lambda: len(dispatcher.ledger),
+            lambda: "\n\n".join(map(str, self.dump_stacks())),
+            lambda error: dispatcher.post(Lost(error)),
+            policy=on_hang,
+            watch=ProgressWatch(progress_timeout, heartbeat_timeout),
+        )
 
     def __repr__(self) -> str:
         return f"<GenerationExecutorProxy {self.state.name} live={len(self._dispatcher.ledger)} ranks={self._ranks}>"
@@ -94,6 +118,7 @@ class GenerationExecutorProxy:
             facts = self.facts
             with self._control_lock:
                 self._open_control()
+            self._heartbeat.start()
             return facts
         except BaseException:
             self.close()
@@ -157,10 +182,26 @@ class GenerationExecutorProxy:
                 # Under the lock too, so that the shutdown mark, which comes with another state, has every admitted request before it.
                 dispatcher.world.outbox.put(*admitted)
         dispatcher.flush()
+        self._heartbeat.wake()
         for result in results:
             if isinstance(result.mailbox.error, ChannelError):
                 raise result.mailbox.error.fresh()
         return results
+
+    def health(self) -> Health:
+        """How the world is, from what is known already: asks nobody, and never waits for long."""
+        dispatcher = self._dispatcher
+        return describe(self.state, dispatcher.lifecycle.error, len(dispatcher.ledger), self._heartbeat.watch, time.monotonic())
+
+    def dump_stacks(self, timeout: float = 2.0) -> list[RankStacks]:
+        """The stacks of every rank on this machine, also of one that is stuck in C code; the ranks go on.
+
+        Not in the dispatch thread, which passes on what the ranks write. Raises TimeoutError if other callers took all of the time.
+        """
+        dispatcher = self._dispatcher
+        hellos, here = dispatcher.world.startup.hellos, socket.gethostname()
+        ranks = {rank: hello.pid for rank, hello in hellos.items() if hello.host == here}
+        return dispatcher.stacks.collect(ranks, lambda rank, number: dispatcher.post(AskStacks(rank, number)), timeout)
 
     def cancel(self, request_id: int) -> None:
         """Ask for the early end of a request; nothing happens if it has ended or is unknown. Takes no lock and never blocks."""
@@ -179,27 +220,62 @@ class GenerationExecutorProxy:
         return reply.values
 
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
-        """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
+        """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times.
+
+        An exception that falls into the waiting, as that of a second Ctrl-C, has the world killed at once and is then raised.
+        """
         dispatcher = self._dispatcher
         atexit.unregister(self.close)
+        if self._owner != os.getpid():
+            # In a forked child, which has a copy of us but none of our threads: the world is not its to end.
+            return
+        self._heartbeat.stop()
         if dispatcher.thread.ident is not None:
-            dispatcher.post(Close(drain, timeout))
-            # From a progress listener, a collection that fell into the thread, or a signal handler that interrupted a holder of the lock:
-            # to wait for the thread would be to wait for ourselves. It ends by itself as soon as we return.
-            if threading.current_thread() is dispatcher.thread or dispatcher.lock._is_owned():  # type: ignore[attr-defined]
-                return
-            dispatcher.thread.join(min(timeout + CLOSE_MARGIN, threading.TIMEOUT_MAX))
-            if dispatcher.thread.is_alive():
+            try:
+                dispatcher.post(Close(drain, timeout))
+                if self._is_held_here():
+                    return
+                over = dispatcher.over.wait(timeout + CLOSE_MARGIN)
+            except BaseException:
+                dispatcher.post(Hurry())
+                if dispatcher.over.wait(CLOSE_MARGIN):
+                    self._let_go(drain)
+                raise
+            if not over:
                 log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
                 return
         elif self._recorder is not None:
             self._recorder.close()  # otherwise by the thread, as its last act
+        self._let_go(drain)
+
+    def _is_held_here(self) -> bool:
+        """Whether the end has to wait for whoever calls: a progress listener, a collection that fell into the dispatch thread, or a signal
+        handler that interrupted a holder of one of its locks. To wait for the thread would be to wait for ourselves; it ends by itself.
+        """
+        dispatcher = self._dispatcher
+        outbox = dispatcher.world.outbox
+        return (
+            threading.current_thread() is dispatcher.thread
+            or dispatcher.lock._is_owned()  # type: ignore[attr-defined]
+            or (outbox is not None and outbox.sending_here)
+        )
+
+    def _let_go(self, drain: bool) -> None:
+        """After the dispatch thread: what else is held."""
+        dispatcher = self._dispatcher
+        if dispatcher.thread.ident is not None:
+            dispatcher.thread.join(CLOSE_MARGIN)
         with dispatcher.lock:
             # A world that had died by itself was reaped by its thread, which has ended: nothing is left to do but to say so.
             if self.state is WorldState.REAPED:
-                dispatcher.lifecycle.handle(Close(drain, timeout), 0.0)
-        with self._control_lock:
-            self._close_control()
+                dispatcher.lifecycle.handle(Close(drain, 0.0), 0.0)
+        # A call in this very thread, which a signal handler interrupted to close, closes the channel itself when it is back.
+        if threading.get_ident() not in self._callers and self._control_lock.acquire(timeout=CLOSE_MARGIN):
+            try:
+                self._close_control()
+            finally:
+                self._control_lock.release()
+        self._heartbeat.join(CLOSE_MARGIN)
 
     def _refusal(self) -> HeadraceError:
         error = self._dispatcher.lifecycle.error
@@ -226,6 +302,17 @@ class GenerationExecutorProxy:
         self._control = self._control_world = None
 
     def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
+        me = threading.get_ident()
+        self._callers.add(me)
+        try:
+            reply = self._call_in_turn(message, timeout)
+        finally:
+            self._callers.discard(me)
+        if isinstance(reply, ControlError):
+            raise RequestError(f"{type(message).__name__} failed: {reply.error}")
+        return reply
+
+    def _call_in_turn(self, message: AnyMessage, timeout: float) -> AnyMessage:
         deadline = time.monotonic() + timeout
         if not self._control_lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
             raise TimeoutError(f"{type(message).__name__}: other calls took all of its {timeout} s")
@@ -233,13 +320,12 @@ class GenerationExecutorProxy:
             self._open_control()
             if self.state is not WorldState.READY or self._control is None:
                 raise self._refusal()
-            reply = self._control.call(message, max(0.0, deadline - time.monotonic()))
+            return self._control.call(message, max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             if self.state is not WorldState.READY:
                 raise self._refusal() from None
             raise
         finally:
+            if self.state is WorldState.CLOSED:
+                self._close_control()
             self._control_lock.release()
-        if isinstance(reply, ControlError):
-            raise RequestError(f"{type(message).__name__} failed: {reply.error}")
-        return reply

@@ -20,6 +20,7 @@ from headrace.executor.lifecycle import (
     Expired,
     Fail,
     Gone,
+    Hurry,
     IllegalTransition,
     Kill,
     Launch,
@@ -295,3 +296,14 @@ def test_every_sequence_of_events_ends_well(length, policy):
                 assert isinstance(lifecycle.error, HeadraceError), "whoever is refused is told why"
         assert lifecycle.state is S.CLOSED, f"{lifecycle} after {sequence}"
         assert released == worlds and ended == 1 and failed, f"{lifecycle} after {sequence}"
+
+
+def test_an_owner_in_a_hurry_has_the_world_killed_at_once():
+    """A33: a second Ctrl-C; in whatever state, it is no fault."""
+    lifecycle = lifecycle_in(S.READY)
+    assert lifecycle.handle(Hurry(), 99.0) == [] and lifecycle.state is S.READY
+    lifecycle.handle(Close(True, 500.0), 100.0)
+    assert [type(action) for action in lifecycle.handle(Hurry(), 101.0)] == [Fail, Kill] and lifecycle.state is S.LEAVING
+    assert lifecycle.handle(Hurry(), 101.5) == [Kill()]
+    for state in PATHS:
+        assert lifecycle_in(state).handle(Hurry(), 1.0) in ([], [Kill()]) or state is S.DRAINING

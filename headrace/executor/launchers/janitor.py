@@ -2,7 +2,7 @@
 
 It starts COMMAND (mpiexec), passes SIGTERM on to it, and exits as it exits: with its code, or with 128 plus the signal that killed it. When
 the owner dies first, by whatever signal and at whatever moment, it ends the command and removes the session folder, which then has nobody
-else. When the janitor itself is killed, the kernel sends the command SIGTERM. It only waits, so it costs nothing but its memory; only a few
+else. When the janitor itself is killed, the kernel kills the command. It only waits, so it costs nothing but its memory; only a few
 modules of the standard library may be imported here, since it runs with ``python -I -S`` and every start waits for it.
 """
 
@@ -55,7 +55,8 @@ def main() -> int:
 
 def _become(command: list[str], janitor: int) -> None:
     """In the child: be ended with the janitor, and turn into the command."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # SIGKILL, for a command that is stopped would never get to SIGTERM. Its ranks end with it, and what it leaves lies in the folder.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # Had the janitor died before the call above, no signal would come.
     if os.getppid() == janitor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
