@@ -9,8 +9,6 @@ the parent of the world's root process, and reaps it.
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
 import time
 from collections import deque
@@ -20,6 +18,8 @@ from typing import TypeAlias
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, EngineDeadError, HeadraceError, StartupError
 from headrace.executor.admission import Admission, QueueLimits
+from headrace.executor.deltas import unpack
+from headrace.executor.doorbell import Doorbell
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.ledger import Cancelled, Ledger
 from headrace.executor.lifecycle import (
@@ -63,37 +63,10 @@ worker_log = logging.getLogger("headrace.worker")
 FRAMES_PER_TURN = 256
 #: seconds until a full request channel is tried again
 RETRY_FULL = 0.01
-#: seconds that a poll can take at most: its milliseconds are a C int
-MAX_POLL = 2_000_000.0
 #: seconds between two looks at the deadlines of requests that no world has
 HELD_PATIENCE = 0.05
 
-FINISH_OF_CODE: tuple[FinishReason | None, ...] = (None, *FinishReason)
 Handler: TypeAlias = Callable[[], None]
-
-
-class Doorbell:
-    """Wakes the dispatch thread without a lock. Its descriptor is closed with its last reference, so nobody can ring another's."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def ring(self) -> None:
-        """Async-signal and finalizer safe."""
-        os.eventfd_write(self.fd, 1)
-
-    def silence(self) -> None:
-        """It has been heard."""
-        os.eventfd_read(self.fd)
-
-    def wait(self, timeout: float) -> bool:
-        """Whether it is rung within so many seconds, or was; nobody must have silenced it. Takes no lock: for signal handlers too."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(min(timeout, MAX_POLL) * 1000))
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
 
 class Dispatcher:
@@ -261,12 +234,7 @@ class Dispatcher:
     def _deliver(self, deltas: Deltas) -> None:
         """Route one frame to its mailboxes and wake each event loop once."""
         try:
-            ids, counts = deltas.request_ids.as_int64().tolist(), deltas.counts.as_int32().tolist()
-            tokens, finish = deltas.token_ids.as_int32().tolist(), [FINISH_OF_CODE[code] for code in deltas.finish]
-            if not len(ids) == len(counts) == len(finish) or sum(counts) != len(tokens) or (counts and min(counts) < 0):
-                raise ValueError(
-                    f"{len(ids)} ids, {len(counts)} counts, {len(finish)} endings and {len(tokens)} tokens do not fit together"
-                )
+            ids, counts, tokens, finish = unpack(deltas)
         except (TypeError, ValueError, IndexError) as error:
             self.bad_frames += 1
             log.warning("a result frame is dropped: %s", str(error))
