@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
+from headrace.errors import EngineDeadError
 from tests.chaos.matrix import PHASES, PROCESSES, Cell, measure, table
+from tests.integration.worlds import LONG, Deaths, pids, submit, world
 
 #: Seconds. The promises are one until everybody was told and two until nothing is left; the machine of a test may be busy with others.
 TOLD = 10.0
@@ -28,3 +32,19 @@ def test_whoever_is_killed_whenever_all_are_told_and_nothing_is_left(process, ph
     cells[process, phase] = cell = measure(process, phase)
     assert cell.wrong == ""
     assert (cell.told or 0.0) < TOLD and cell.gone < GONE
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("stopped", ["janitor", "mpiexec", "rank1"])
+def test_whoever_is_stopped_does_not_outlive_its_world(stopped):
+    """A23, A25: a process that is stopped answers no signal but SIGKILL."""
+    with world(2, step_time=0.002) as executor:
+        (handle,) = submit(executor, [1], max_tokens=8000)
+        processes = pids(executor)
+        deaths = Deaths(processes)
+        os.kill(processes[stopped], signal.SIGSTOP)
+        os.kill(processes["rank0"], signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            handle.result(LONG)
+        assert deaths.survivors(GONE) == []
+        deaths.close()
