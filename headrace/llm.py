@@ -360,7 +360,7 @@ def _is_one_prompt(inputs: Any) -> bool:
 
 
 def _load_tokenizer(path: str | Path) -> Tokenizer:
-    from headrace.text.tokenizer import load_tokenizer
+    from headrace.text import load_tokenizer
 
     loaded = load_tokenizer(path)
     # Builds the table that all requests share; otherwise the first of them would wait for it.

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
-from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer", "StopMatcher", "Tokenizer", "load_tokenizer"]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in a GGUF file or a Hugging Face folder. Raises ModelError if there is none that this build can use."""
+    if Path(path).is_dir():
+        from headrace.text.huggingface_tokenizer import load_from_folder
+
+        return load_from_folder(Path(path))
+    from headrace.text.gguf_tokenizer import load_from_gguf
+
+    return load_from_gguf(Path(path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RequestError
@@ -12,17 +11,6 @@ from headrace.text.detokenizer import Detokenizer, detokenizer_factory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a GGUF file or a Hugging Face folder. Raises ModelError if there is none that this build can use."""
-    if Path(path).is_dir():
-        from headrace.text.huggingface_tokenizer import load_from_folder
-
-        return load_from_folder(Path(path))
-    from headrace.text.gguf_tokenizer import load_from_gguf
-
-    return load_from_gguf(Path(path))
 
 
 class Tokenizer:
