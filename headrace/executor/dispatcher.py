@@ -123,7 +123,9 @@ class Dispatcher:
         outbox = self.world.outbox
         if outbox is not None and not outbox.flush():
             self._retry_at = time.monotonic() + RETRY_FULL
-            self._bell.ring()
+            # The thread itself looks at the time before it waits again; to ring for itself would be not to wait at all.
+            if threading.current_thread() is not self.thread:
+                self._bell.ring()
 
     # --- the thread
 

@@ -1,7 +1,13 @@
-"""A descriptor that wakes whoever polls it, from anywhere."""
+"""A descriptor that wakes whoever polls it, from anywhere.
+
+For waiting with a timeout beside signal handlers there is nothing else in the standard library: Event and Queue take locks that a handler
+may have interrupted a holder of, and ``SimpleQueue.get(timeout)`` waits for ever (CPython 3.11) if a signal reaches its thread as the time
+is up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 
@@ -20,11 +26,12 @@ class Doorbell:
         os.eventfd_write(self.fd, 1)
 
     def silence(self) -> None:
-        """It has been heard."""
-        os.eventfd_read(self.fd)
+        """It has been heard; nothing happens if it was not rung."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is rung within so many seconds, or was; nobody must have silenced it. Takes no lock: for signal handlers too."""
+        """Whether it is rung within ``timeout`` seconds, or was and nobody has silenced it. Takes no lock: for signal handlers too."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(min(timeout, MAX_POLL) * 1000))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import queue
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Literal, NoReturn, TypeAlias
 import msgspec
 
 from headrace.errors import ClosedError, EngineDeadError, HeadraceError
+from headrace.executor.doorbell import Doorbell
 from headrace.executor.health import OVERSLEPT, Alarm, ProgressWatch
 from headrace.ipc.messages import Pong
 
@@ -72,8 +73,8 @@ class HeartbeatThread:
         # A ping that is sent an interval after a pong comes back without an answer just when the silence has reached its limit.
         self._patience = self.watch.silence_limit - interval
         self.faults = 0
-        # Wakes the thread. A queue of this kind, since it may be put to from a signal handler that interrupted a put.
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # None once the thread has ended, which gives its descriptor back.
+        self._bell: Doorbell | None = Doorbell()
         self._asleep = False
         self._stopped = False
         self.thread = threading.Thread(target=self._run, name="headrace-heartbeat", daemon=True)
@@ -90,12 +91,12 @@ class HeartbeatThread:
         """A request was registered. Cheap, takes no lock, and may be called from anywhere."""
         if self._asleep:
             self._asleep = False
-            self._bell.put(None)
+            self._ring()
 
     def stop(self) -> None:
         """End the thread; it is gone after the ping that is under way. From anywhere, any number of times, also before ``start``."""
         self._stopped = True
-        self._bell.put(None)
+        self._ring()
 
     def join(self, timeout: float) -> bool:
         """Wait for the end after ``stop``, at most so many seconds; whether it has come. The thread itself need not wait for it."""
@@ -115,16 +116,26 @@ class HeartbeatThread:
         self._ping = self._dump = self._kill = ended
         self._live = lambda: 0
         self._on_suspect = None
+        self._bell = None
 
     # --- the thread
 
+    def _ring(self) -> None:
+        # The local name keeps the descriptor ours until it is rung, whatever the thread does meanwhile.
+        if (bell := self._bell) is not None:
+            bell.ring()
+
     def _run(self) -> None:
+        bell = self._bell
+        if bell is None:
+            # It was stopped, and joined, before it was started.
+            return
         while not self._stopped:
-            self._sleep_until_work()
+            self._sleep_until_work(bell)
             now = time.monotonic()
             self.watch.working(now)
             due = now + self._interval
-            while self._pause(due) and self._live() > 0:
+            while self._pause(bell, due) and self._live() > 0:
                 began = time.monotonic()
                 if began > due + OVERSLEPT:
                     self.watch.overslept(began)
@@ -136,23 +147,24 @@ class HeartbeatThread:
                 # After a ping that went unanswered the next one follows at once.
                 due = max(began + self._interval, time.monotonic())
             self.watch.idle()
+        # An exception that somebody keeps keeps our frame, and its names.
+        del bell
         self._forget()
 
-    def _sleep_until_work(self) -> None:
+    def _sleep_until_work(self, bell: Doorbell) -> None:
         """Costs nothing: no timeout. Announced before the look at the ledger, so that a request comes before the look, or wakes."""
         self._asleep = True
         while not self._stopped and self._live() == 0:
-            self._bell.get()
+            bell.wait(math.inf)
+            bell.silence()
             self._asleep = True
         self._asleep = False
 
-    def _pause(self, until: float) -> bool:
+    def _pause(self, bell: Doorbell, until: float) -> bool:
         """Whether the thread is to go on then; ``stop`` ends the pause early."""
         while not self._stopped and (left := until - time.monotonic()) > 0:
-            try:
-                self._bell.get(timeout=left)
-            except queue.Empty:
-                break
+            if bell.wait(left):
+                bell.silence()
         return not self._stopped
 
     def _beat(self, began: float) -> None:

@@ -20,6 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from headrace.executor.doorbell import Doorbell
+
 #: seconds that one rank gets to answer each of the signals; it takes milliseconds, and the rest is for a busy machine
 PATIENCE = 0.75
 
@@ -63,6 +65,8 @@ class StackCollector:
         # One at a time: two would read each other's lines.
         self._busy = threading.Lock()
         self._lines: queue.SimpleQueue[str] | None = None
+        # Rung after lines were put.
+        self._bell = Doorbell()
         # Process id and time of the last dump.
         self._last: tuple[int, float] = (0, 0.0)
 
@@ -72,6 +76,7 @@ class StackCollector:
         if waiting is not None:
             for line in lines:
                 waiting.put(line)
+            self._bell.ring()
 
     def collect(self, ranks: Mapping[int, int], ask: Ask, timeout: float) -> list[RankStacks]:
         """The stacks of all ranks, in order.
@@ -117,9 +122,12 @@ class StackCollector:
             until = min(deadline, time.monotonic() + PATIENCE)
             while (left := until - time.monotonic()) > 0:
                 try:
-                    line = lines.get(timeout=left)
+                    line = lines.get_nowait()
                 except queue.Empty:
-                    break
+                    # Silenced before the next look, so that lines which come in between ring again.
+                    self._bell.wait(left)
+                    self._bell.silence()
+                    continue
                 if _DUMP_LINE.match(line):
                     dump.append(line)
                     if _LAST_LINE.match(line):

@@ -6,6 +6,7 @@ nor in an environment, which others could read for as long as the process lives.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -28,9 +29,13 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
 
     def address(self, channel: str, rank: int = 0) -> Address:
-        """Where this rank finds the channel."""
+        """Where this rank finds the channel, and its name there.
+
+        Whoever connects under a name takes over the connection of who had it, before a key is asked for: so nobody without it can know one.
+        """
         endpoint = self.plan_endpoint.format(rank=rank) if channel == "plan" else self.endpoints[channel]
-        return Address(channel=channel, endpoint=endpoint, peer=f"rank{rank}")
+        secret = hashlib.blake2b(channel.encode(), key=self.key, digest_size=8, person=b"headrace-names").hexdigest()
+        return Address(channel=channel, endpoint=endpoint, peer=f"rank{rank}-{secret}")
 
 
 def local_bootstrap(folder: Path, key: bytes, config: EngineConfig) -> Bootstrap:

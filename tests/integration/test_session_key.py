@@ -13,7 +13,7 @@ from headrace import LLM, SamplingParams
 from headrace.errors import NotAcknowledgedError
 from headrace.ipc.bootstrap import FILE_NAME
 from headrace.ipc.channel import Address, new_key
-from headrace.ipc.messages import Failed
+from headrace.ipc.messages import Failed, Ping
 from headrace.ipc.zmq_channel import connect_served
 
 
@@ -59,3 +59,19 @@ def test_a_stranger_is_refused_and_told_why_and_the_world_goes_on() -> None:
         finally:
             stranger.close()
         assert llm.generate([1, 2, 3], SamplingParams(max_tokens=2)).outputs[0].token_ids == [2, 3]
+
+
+def test_a_stranger_cannot_take_a_name() -> None:
+    """Who connects under a name takes over its connection before any key is asked for: names are secret, so nobody else can."""
+    with LLM("echo", tensor_parallel_size=1) as llm:
+        bootstrap = llm.executor._dispatcher.world.bootstrap
+        assert bootstrap is not None
+        llm.executor.ping(30.0)
+        for name in ("rank0", "rank0-"):
+            stranger = connect_served(Address(channel="control", endpoint=bootstrap.endpoints["control"], peer=name), new_key())
+            try:
+                with pytest.raises(TimeoutError, match="is the session key right"):
+                    stranger.call(Ping(), timeout=2.0)
+            finally:
+                stranger.close()
+            assert llm.executor.ping(30.0).steps == 0
