@@ -19,6 +19,8 @@ MARK = "HEADRACE_CHAOS"
 RANK_VARIABLES = (b"PMIX_RANK", b"PMI_RANK")
 
 POLL = 0.002
+#: how often a process is looked for before there is none
+LOOKS = 10
 
 
 class Marked:
@@ -76,13 +78,20 @@ class Marked:
 
     def send(self, name: str, number: int) -> bool:
         """A signal for a process of the youngest world; False if there is none of this name."""
-        fd = self.open(name)
+        # For a moment in the middle of an exec a process has neither command line nor environment, and mpiexec execs twice: look again.
+        fd = next((fd for _ in range(LOOKS) if (fd := self._open_or_pause(name)) is not None), None)
         if fd is None:
             return False
         try:
             return send(fd, number)
         finally:
             os.close(fd)
+
+    def _open_or_pause(self, name: str) -> int | None:
+        fd = self.open(name)
+        if fd is None:
+            time.sleep(POLL)
+        return fd
 
     def wait_for(self, name: str, timeout: float) -> bool:
         """Until there is one of this name."""
