@@ -183,7 +183,7 @@ RUNNING = 4.0
 @pytest.mark.parametrize("local", [True, False])
 def test_every_sequence_of_events_is_judged_as_the_history_says(progress_limit, local):
     """A24: all sequences of five moves; after each, the verdict of the whole history, and alarms that fit together."""
-    for moves in itertools.product(MOVES, repeat=4):
+    for moves in itertools.product(MOVES, repeat=5):
         seen = Watched(progress_limit=progress_limit, silence_limit=2.0, local=local)
         reference = Reference(progress_limit, 2.0)
         reference.history.append(("work", seen.clock()))

@@ -250,7 +250,7 @@ def test_waking_and_stopping_from_signal_handlers_never_blocks(world):
 
 def test_no_request_is_missed_while_the_thread_goes_to_sleep(world):
     """Of the two orders of "announce sleep, look" and "register, wake", none may lose the request."""
-    for _ in range(15):
+    for _ in range(50):
         world.live = 0
         assert world.eventually(Progressing.UNKNOWN)
         pause = threading.Thread(target=world.work)
