@@ -41,7 +41,7 @@ def shares(outputs: StepOutputs) -> list[Share]:
     return found
 
 
-@settings(database=None, deadline=None, max_examples=40)
+@settings(database=None, deadline=None, max_examples=100)
 @given(
     size=st.integers(2, 9),
     steps=st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.booleans()), max_size=5), max_size=12),

@@ -110,7 +110,7 @@ def test_every_message_round_trips(channel: str, sender: str, message_type: type
     """A1: on every channel that carries it, with any field values and buffers of any size."""
     wire = Wire(channel, sender)
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(strategy(mi.type_info(message_type)))
     def round_trip(message: AnyMessage) -> None:
         incoming = wire.decode(wire.encode(message))

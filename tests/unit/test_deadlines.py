@@ -73,7 +73,7 @@ class DeadlinesMachine(RuleBasedStateMachine):
 
 
 TestDeadlinesMachine = DeadlinesMachine.TestCase
-TestDeadlinesMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestDeadlinesMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
 def test_requests_that_end_long_before_their_deadlines_do_not_pile_up():

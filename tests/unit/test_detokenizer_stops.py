@@ -24,7 +24,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(TEXT, STOPS, st.lists(st.integers(0, 30), max_size=10), st.booleans())
 def test_the_released_text_is_the_whole_cut_at_the_first_match(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     """A40: whatever the pieces; nothing more than the longest stop less one character is held back; nothing is released after a stop."""

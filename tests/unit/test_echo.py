@@ -40,7 +40,7 @@ def run(engine: EchoEngine) -> dict[int, tuple[list[int], int]]:
     return got
 
 
-@settings(database=None, deadline=None, max_examples=30)
+@settings(database=None, deadline=None, max_examples=60)
 @given(prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), index=st.integers(0, 100), vocabulary=st.integers(2, 50))
 def test_tokens_are_in_the_vocabulary_and_never_the_end_of_sequence(prompt, index, vocabulary):
     assert 1 <= echo_token(prompt, index, vocabulary) < vocabulary
@@ -136,7 +136,7 @@ def test_a_live_id_is_not_taken_twice(waits):
     assert got[0][0] == [echo_token([1], k, 1000) for k in (1, 2)] and got[1][0] == [echo_token([2], k, 1000) for k in range(3)]
 
 
-@settings(database=None, deadline=None, max_examples=30)
+@settings(database=None, deadline=None, max_examples=60)
 @given(prompt=st.lists(st.integers(0, 9), min_size=1, max_size=4), stop=st.integers(1, 9), max_tokens=st.integers(1, 9), data=st.data())
 def test_a_request_that_was_cut_anywhere_continues_as_if_it_had_not_been(prompt, stop, max_tokens, data):
     """A26: also over several worlds, and up to the same ending."""

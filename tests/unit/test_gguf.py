@@ -346,7 +346,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 DAMAGE = st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, bytes(8), struct.pack("<Q", 2**31), struct.pack("<I", 9)])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, HEAD_BYTES), DAMAGE), min_size=1, max_size=4), st.none() | st.integers(0, len(SOUND)))
 def test_damaged_files_give_model_errors(scratch: Path, changes: list[tuple[int, bytes]], length: int | None) -> None:
     data = bytearray(SOUND)

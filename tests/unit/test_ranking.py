@@ -13,7 +13,7 @@ from headrace.engine.ranking import Rank, Ranked
 PRIORITIES = [0.5, 0.5, 0.0, 1.0, -2.5, math.inf, -math.inf]
 
 
-@settings(database=None, deadline=None, max_examples=40)
+@settings(database=None, deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(PRIORITIES)), max_size=40))
 def test_priority_first_then_arrival(calls: list[tuple[int, float]]) -> None:
     """Each call adds a request that is absent and takes one out that is present."""

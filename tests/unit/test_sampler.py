@@ -149,7 +149,7 @@ def test_filters_that_filter_nothing_change_nothing() -> None:
         assert draws(logits, row(temperature=0.9, **params), 50) == plain
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     spread=st.sampled_from([0.0, 1e-6, 0.5, 5.0, 100.0]),

@@ -60,14 +60,14 @@ def expected(ids: list[int], wanted: list[str], include: bool) -> tuple[str, lis
     return whole[:cut], ids[:kept], stop
 
 
-@settings(database=None, deadline=None, max_examples=50)
+@settings(database=None, deadline=None, max_examples=150)
 @given(ids=tokens, data=st.data())
 def test_plain_text_joined_is_the_whole_text_and_every_token_is_let_out(ids, data):
     text, kept, stop = run(PlainText(detokenizer()), chunks_of(data, ids))
     assert (text, kept, stop) == (b"".join(TABLE[token] for token in ids).decode("utf-8", "replace"), ids, None)
 
 
-@settings(database=None, deadline=None, max_examples=100)
+@settings(database=None, deadline=None, max_examples=400)
 @given(ids=tokens, wanted=stops, include=st.booleans(), data=st.data())
 def test_text_and_ids_are_cut_at_the_first_stop_string(ids, wanted, include, data):
     stage = StoppingText(detokenizer(), StopMatcher(wanted, include))
