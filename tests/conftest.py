@@ -11,6 +11,7 @@ Ends of processes and threads are seen a little later than they are caused, so a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from headrace.executor.session import VARIABLE, _base_folder
 
 #: seconds: an orphan of ours is allowed to live for 2 s, a busy machine may take as long again to show that it is gone
 SETTLE = 5.0
@@ -100,7 +103,7 @@ def _descriptors() -> Counter[str]:
 def _remains() -> set[Path]:
     return {
         Path(folder, name)
-        for folder in {SHARED_MEMORY, Path(tempfile.gettempdir())}
+        for folder in {SHARED_MEMORY, Path(tempfile.gettempdir()), _base_folder()}
         if folder.is_dir()
         for name in os.listdir(folder)
         if REMAINS.match(name)
@@ -226,10 +229,15 @@ def _settle(leaked: Callable[[], list[str]]) -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_temp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A temporary folder of this run's own, so that what appears in it is ours; short, for socket paths end at 107 bytes."""
+    """Folders of this run's own for temporary files and for sessions, so that what appears in them is ours; short, for socket paths end at
+    107 bytes.
+    """
     tmp_path_factory.getbasetemp()  # pytest's own folders stay where they are, and are kept for a look after a failure
-    with tempfile.TemporaryDirectory(prefix="hr") as folder, pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack:
+        folder, sessions = (stack.enter_context(tempfile.TemporaryDirectory(prefix="hr", dir=base)) for base in (None, _base_folder()))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("TMPDIR", folder)
+        patch.setenv(VARIABLE, sessions)
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv(*MARK.split("="))
         yield

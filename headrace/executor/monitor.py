@@ -109,17 +109,14 @@ class WorldMonitor:
             remote_cause=tail,
         )
 
-    def kill(self, hard: bool) -> None:
-        """End the world: ranks by SIGKILL through their pidfds, which cannot hit a stranger; mpiexec by SIGTERM, so that it cleans up,
-        or ``hard``.
+    def kill(self, attempt: int) -> None:
+        """End the world: ranks by SIGKILL through their pidfds, which cannot hit a stranger; the root process first by asking it, so that
+        it cleans up, then harder.
         """
         for watched in self._ranks.values():
             _send(watched.pidfd, signal.SIGKILL)
         if self._exit is None:
-            if hard:
-                self.world.kill()
-            else:
-                self.world.terminate()
+            self.world.kill(attempt)
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank; nothing if it is gone, or does not run on this machine."""

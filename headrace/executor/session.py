@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 LOCK_NAME = "owner.lock"
+#: environment variable that names the folder in which session folders are made
+VARIABLE = "HEADRACE_SESSION_DIR"
 #: seconds after which a folder without a lock cannot be one that is just being made
 LOCKLESS_AGE = 60.0
 
@@ -78,6 +80,8 @@ def _prefix() -> str:
 
 
 def _base_folder() -> Path:
-    # In memory where there is such a place: the MPI runtime puts its shared-memory segments into the session folder.
+    """``HEADRACE_SESSION_DIR``, or else memory where there is such a place: MPI puts its shared-memory segments into the session folder."""
+    if chosen := os.environ.get(VARIABLE):
+        return Path(chosen)
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

@@ -50,7 +50,7 @@ class World:
     def kill(self) -> None:
         """Kill every process, harder from the second time on."""
         if self.monitor is not None:
-            self.monitor.kill(hard=self._kills > 0)
+            self.monitor.kill(self._kills)
         self._kills += 1
 
     def close(self) -> None:

@@ -355,7 +355,7 @@ class Run:
 
 def act(base: str, seed: str, number: str, model: str, restart: str = "") -> None:
     """In a user process that is going to be killed: the episode, without its end."""
-    session._base_folder = lambda: Path(base)
+    os.environ[session.VARIABLE] = base
     episode = draw(int(seed), int(number), bool(restart))
     run = Run(replace(episode, ending=Ending("close", 1000.0)), ECHO if model == "echo" else smollm2())
     for line in run._here(Marked(os.environ[MARK])):

@@ -107,10 +107,12 @@ def run(*command: str, owner: int | None = None, folder: Path) -> subprocess.Com
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("exit 137", 137), ("kill -9 $$", 137), ("kill -11 $$", 139)])
-def test_it_exits_as_its_command_does_and_leaves_the_folder_to_its_owner(script, code, tmp_path):
+def test_it_exits_as_its_command_does_once_the_folder_is_gone(script, code, tmp_path):
+    """Invariant 5: the owner, who learns of the end by this exit, may be dying itself."""
+    (tmp_path / "socket").touch()
     result = run("/bin/sh", "-c", script, folder=tmp_path)
     assert (result.returncode, result.stderr) == (code, "")
-    assert tmp_path.exists()
+    assert not tmp_path.exists()
 
 
 def test_the_command_gets_its_arguments_and_writes_where_the_janitor_does(tmp_path):
@@ -163,14 +165,21 @@ def test_owner_and_command_that_die_together_leave_no_folder(family):
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize(("script", "code"), [(SLEEPS, 143), (COUNTS, 5)], ids=["obeys", "cleans"])
-def test_sigterm_is_passed_on(script, code, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "number", "code"),
+    [(SLEEPS, signal.SIGTERM, 143), (COUNTS, signal.SIGTERM, 5), (IGNORES, signal.SIGUSR1, 137)],
+    ids=["obeys", "cleans", "is killed"],
+)
+def test_signals_are_passed_on(script, number, code, tmp_path):
+    """SIGTERM as it is; SIGUSR1 as SIGKILL."""
     command = ["/bin/sh", "-c", script.format(pid=tmp_path / "pid")]
-    with subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(tmp_path), *command]) as process:
+    folder = tmp_path / "session"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *command]) as process:
         read_pid(tmp_path / "pid")
-        process.terminate()
+        process.send_signal(number)
         assert process.wait(LONG) == code
-    assert tmp_path.exists()
+    assert not folder.exists()
 
 
 def test_an_owner_that_is_not_our_parent_is_dead(tmp_path):
@@ -191,10 +200,9 @@ def test_an_owner_whose_number_is_free_is_dead(tmp_path):
 
 
 HOLDER = """
-import sys
-from pathlib import Path
+import os, sys
 from headrace.executor import session
-session._base_folder = lambda: Path(sys.argv[1])
+os.environ[session.VARIABLE] = sys.argv[1]
 held = session.Session()
 print(held.path, flush=True)
 sys.stdin.read()
@@ -204,7 +212,7 @@ sys.stdin.read()
 @pytest.mark.kill
 def test_the_next_session_removes_the_folder_of_one_that_was_killed_and_no_other(tmp_path, monkeypatch):
     """A25: for a user process that is killed in the moment before it has a janitor."""
-    monkeypatch.setattr(session, "_base_folder", lambda: tmp_path)
+    monkeypatch.setenv(session.VARIABLE, str(tmp_path))
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with contextlib.ExitStack() as stack:
         owners = [

@@ -150,7 +150,7 @@ def test_a_launcher_that_does_not_work_is_an_error_and_no_wait(mpiexec):
 
 
 def test_without_room_for_a_session_the_start_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr(session, "_base_folder", lambda: tmp_path / "none")
+    monkeypatch.setenv(session.VARIABLE, str(tmp_path / "none"))
     executor = make(1)
     error, _ = failed_start(executor)
     assert "could not be started" in str(error) and executor.state is WorldState.CLOSED

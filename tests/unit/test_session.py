@@ -16,7 +16,7 @@ from headrace.executor.session import LOCK_NAME, LOCKLESS_AGE, Session, sweep
 
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(session, "_base_folder", lambda: tmp_path)
+    monkeypatch.setenv(session.VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -125,7 +125,7 @@ def test_many_at_once_all_get_one(base):
 
 
 def test_the_base_is_memory_where_there_is_some(monkeypatch):
-    monkeypatch.undo()
+    monkeypatch.delenv(session.VARIABLE)
     monkeypatch.setattr(os, "access", lambda path, mode: True)
     assert session._base_folder() == Path("/dev/shm")
     monkeypatch.setattr(os, "access", lambda path, mode: False)

@@ -31,11 +31,8 @@ class LaunchedWorld(Protocol):
     def poll(self) -> ExitCause | None:
         """How the root process ended, or None while it lives. Reaps it."""
 
-    def terminate(self) -> None:
-        """Ask the root process to end its ranks and itself. Nothing if it is gone."""
-
-    def kill(self) -> None:
-        """SIGKILL for the root process. Nothing if it is gone."""
+    def kill(self, attempt: int) -> None:
+        """End the root process and its ranks: 0 asks it to, each further attempt is harder. Nothing if it is gone."""
 
     def close(self) -> None:
         """Give back descriptors, after the root process was reaped."""

@@ -1,9 +1,10 @@
 """Run as a script between the user process and the world: ``janitor.py OWNER_PID FOLDER COMMAND [ARG ...]``.
 
-It starts COMMAND (mpiexec), passes SIGTERM on to it, and exits as it exits: with its code, or with 128 plus the signal that killed it. When
-the owner dies first, by whatever signal and at whatever moment, it ends the command and removes the session folder, which then has nobody
-else. When the janitor itself is killed, the kernel kills the command. It only waits, so it costs nothing but its memory; only a few
-modules of the standard library may be imported here, since it runs with ``python -I -S`` and every start waits for it.
+It starts COMMAND (mpiexec), passes SIGTERM on to it, kills it at SIGUSR1, and exits as it exits: with its code, or with 128 plus the signal
+that killed it. When the owner dies first, by whatever signal and at whatever moment, it ends the command. Either way it removes the session
+folder before it exits: an owner that learns of the end by that exit may itself be dying, and then nobody else would. When the janitor is
+killed, the kernel kills the command. It only waits, so it costs nothing but its memory; only a few modules of the standard library may be
+imported here, since it runs with ``python -I -S`` and every start waits for it.
 """
 
 import ctypes
@@ -19,6 +20,9 @@ PR_SET_PDEATHSIG = 1
 #: seconds that an orphaned command gets to end its ranks before it is killed
 GRACE = 0.3
 
+#: signal to the janitor -> signal to the command
+PASSED_ON: dict[int, int] = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGKILL}
+
 #: exit code when the owner was dead before the command was started, or died while it ran
 EXIT_ORPHANED = 75
 
@@ -29,27 +33,32 @@ def main() -> int:
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
-        return _orphaned(folder)
+        _remove(folder)
+        return EXIT_ORPHANED
     # Looked at after the descriptor was opened: while the owner is our parent, its number cannot have gone to a stranger.
     if os.getppid() != owner_pid:
-        return _orphaned(folder)
+        _remove(folder)
+        return EXIT_ORPHANED
     janitor = os.getpid()
-    # Before the fork, so that no SIGTERM is lost: until the child is there it stays pending.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # Before the fork, so that no signal is lost: until the child is there it stays pending.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     child = os.fork()
     if child == 0:
         _become(command, janitor)
     child_fd = os.pidfd_open(child)
-    signal.signal(signal.SIGTERM, lambda number, frame: _send(child_fd, signal.SIGTERM))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    for received in PASSED_ON:
+        signal.signal(received, lambda number, frame: _send(child_fd, PASSED_ON[number]))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     # The death of the owner decides, also when both are seen at once: ranks that notice it by themselves may end the command before us.
-    if owner in _wait(None, owner, child_fd):
+    orphaned = owner in _wait(None, owner, child_fd)
+    if orphaned:
         _send(child_fd, signal.SIGTERM)
         if not _wait(GRACE, child_fd):
             _send(child_fd, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return _orphaned(folder)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _remove(folder)
+    if orphaned:
+        return EXIT_ORPHANED
     return code if code >= 0 else 128 - code
 
 
@@ -59,7 +68,7 @@ def _become(command: list[str], janitor: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # Had the janitor died before the call above, no signal would come.
     if os.getppid() == janitor:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         os.execv(command[0], command)
     os._exit(EXIT_ORPHANED)
 
@@ -79,14 +88,13 @@ def _wait(timeout: "float | None", *fds: int) -> list[int]:
     return [fd for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
 
 
-def _orphaned(folder: str) -> int:
+def _remove(folder: str) -> None:
     # Ranks that die a moment after mpiexec may still have added a file, and a folder that is not empty stays.
     for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
             break
         time.sleep(0.05)
-    return EXIT_ORPHANED
 
 
 if __name__ == "__main__":

@@ -12,18 +12,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import deque
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from headrace.errors import StartupError
-from headrace.executor.launchers import janitor
-from headrace.executor.launchers.base import ExitCause
+from headrace.executor.launchers.job import Flavour, Job, start_job
 
-Flavour = Literal["openmpi", "mpich"]
-
-#: lines of the world's output that are kept for the cause of a death
-OUTPUT_LINES = 200
 #: what an outer mpirun leaves in the environment; a job of its own must not inherit it
 OUTER_JOB = ("PMIX_", "PRTE_", "OMPI_", "OPAL_", "PMI_", "HYDRA_", "HYDI_", "MPIEXEC_")
 OUTER_JOB_MARKS = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -133,23 +127,11 @@ class MpiLauncher:
         """One line for the log."""
         return f"MPI job by {self._mpi.mpiexec} ({self._mpi.flavour} {self._mpi.version}, {self._mpi.origin})"
 
-    def launch(self, folder: Path, bootstrap: Path, ranks: int) -> MpiWorld:
-        """Start mpiexec in a session of its own, so that a terminal's Ctrl-C is ours to handle."""
+    def launch(self, folder: Path, bootstrap: Path, ranks: int) -> Job:
+        """Start mpiexec. Raises StartupError."""
         worker = [sys.executable, "-m", "headrace.worker", str(bootstrap)]
         job = [self._mpi.mpiexec, "-n", str(ranks), *worker]
-        command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *job]
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=self._environment(folder),
-            )
-        except OSError as error:
-            raise StartupError(f"cannot start {command[0]}: {error}") from error
-        return MpiWorld(process, self._mpi.flavour)
+        return start_job(folder, job, self._environment(folder), self._mpi.flavour)
 
     def _environment(self, folder: Path) -> dict[str, str]:
         nested = any(mark in os.environ for mark in OUTER_JOB_MARKS)
@@ -172,71 +154,3 @@ class MpiLauncher:
         env["OMP_WAIT_POLICY"] = "passive"
         env["PYTHONUNBUFFERED"] = "1"
         return env
-
-
-class MpiWorld:
-    """A running mpiexec, under its janitor, and what it said. ``pid`` is the janitor's."""
-
-    def __init__(self, process: subprocess.Popen[bytes], flavour: Flavour) -> None:
-        self._process = process
-        self._flavour = flavour
-        self.pid = process.pid
-        assert process.stdout is not None
-        self._output = process.stdout
-        os.set_blocking(self._output.fileno(), False)
-        self._ended = False
-        self._partial = b""
-        self._tail: deque[str] = deque(maxlen=OUTPUT_LINES)
-
-    @property
-    def output_fd(self) -> int:
-        """Of the pipe that stdout and stderr of all ranks go into."""
-        return -1 if self._ended else self._output.fileno()
-
-    def read_output(self) -> list[str]:
-        """Complete lines so far; the rest at its end."""
-        data = self._partial
-        while not self._ended:
-            try:
-                piece = os.read(self._output.fileno(), 65536)
-            except BlockingIOError:
-                break
-            self._ended = not piece
-            data += piece
-        *lines, self._partial = data.split(b"\n")
-        if self._ended and self._partial:
-            lines.append(self._partial)
-            self._partial = b""
-        text = [line.decode("utf-8", "replace") for line in lines]
-        self._tail.extend(text)
-        return text
-
-    def output_tail(self) -> str:
-        """At most the last OUTPUT_LINES lines."""
-        return "\n".join(self._tail)
-
-    def poll(self) -> ExitCause | None:
-        """mpiexec reports the first rank that died: Open MPI as 128 + signal, MPICH as the bare signal number. The janitor passes it on."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        if code < 0:
-            return ExitCause(None, -code)
-        if code > 128:
-            return ExitCause(code, code - 128)
-        if self._flavour == "mpich" and re.search(r"KILLED BY SIGNAL|signal", self.output_tail(), re.IGNORECASE) and 0 < code < 65:
-            return ExitCause(code, code)
-        return ExitCause(code, None)
-
-    def terminate(self) -> None:
-        """The janitor passes it on to mpiexec, and that to the ranks."""
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """Kills the janitor, whose death ends mpiexec, whose death ends the ranks: each is watched by the next."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """Close the pipe."""
-        self._ended = True
-        self._output.close()

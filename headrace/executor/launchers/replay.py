@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from headrace.errors import StartupError
-from headrace.executor.launchers import janitor
-from headrace.executor.launchers.mpi import MpiWorld
+from headrace.executor.launchers.job import Job, start_job
 
 
 class ReplayLauncher:
@@ -23,24 +20,12 @@ class ReplayLauncher:
         """One line for the log."""
         return f"a stand-in that replays {self._recording} at speed {self._speed:g}"
 
-    def launch(self, folder: Path, bootstrap: Path, ranks: int) -> MpiWorld:
+    def launch(self, folder: Path, bootstrap: Path, ranks: int) -> Job:
         """Start it; it says hello for every rank."""
         stand_in = [sys.executable, "-m", "headrace.executor.stand_in", str(bootstrap), str(self._recording), str(self._speed)]
-        command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *stand_in]
         # The same headrace as ours, also from a checkout that is not installed, and nothing that lies in the current folder.
         package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment,
-            )
-        except OSError as error:
-            raise StartupError(f"cannot start {command[0]}: {error}") from error
         # The janitor exits as Open MPI's mpiexec does: with 128 plus the signal that killed its command.
-        return MpiWorld(process, "openmpi")
+        return start_job(folder, stand_in, environment, "openmpi")
