@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,17 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class Logprob(NamedTuple):
+    """Natural logarithm of a token's probability, and its rank in the vocabulary, 1 the most likely; None: not known."""
+
+    logprob: float
+    rank: int | None = None
+
+
+#: for each token: token id -> its logprob, of the token itself first, then of the most likely ones
+TokenLogprobs: TypeAlias = list[dict[int, Logprob]]
+
+
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One choice.
 
@@ -32,6 +43,10 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
         token_ids_diff: token ids that are new since then.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"timeout"``; None while the request goes on.
         stop_reason: the stop string or stop token id that ended it; None for the model's own end of sequence.
+        logprobs: one entry for each of ``token_ids``; None unless asked for.
+        logprobs_diff: those of ``token_ids_diff``.
+        cumulative_logprob: sum of the logprobs of ``token_ids``; None unless they were asked for.
+        generation_logits: float32 [len(token_ids), vocabulary], a numpy array, once it has finished; None unless asked for.
     """
 
     index: int = 0
@@ -41,6 +56,10 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids_diff: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: TokenLogprobs | None = None
+    logprobs_diff: TokenLogprobs | None = None
+    cumulative_logprob: float | None = None
+    generation_logits: Any = None
 
     @property
     def length(self) -> int:
@@ -49,13 +68,22 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Snapshot of one request: its prompt and its choices."""
+    """Snapshot of one request: its prompt and its choices.
+
+    Attributes:
+        outputs: ``n`` choices.
+        finished: whether nothing will follow.
+        prompt_logprobs: one entry for each prompt token, None for the first, which nothing precedes; None unless asked for.
+        context_logits: float32 [len(prompt_token_ids), vocabulary], a numpy array; None unless asked for.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    context_logits: Any = None
 
 
 class Released(NamedTuple):

@@ -21,6 +21,15 @@ ProgressHook = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Logprobs of ``n`` tokens in a row; ``ipc.messages.LogprobRows`` with arrays: int32 [n, width], float32 [n, width], int32 [n]."""
+
+    token_ids: Int32
+    logprobs: Float32
+    ranks: Int32
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One request, validated in the user process.
 
@@ -30,6 +39,9 @@ class EngineRequest:
         seed: of its sampling; a token is keyed by the seed and its position, counted from the beginning of the prompt.
         num_generated: so many tokens at the end of the prompt are its own output, from a world that has died.
         priority: higher is admitted first and preempted last; equal ones keep their order. Any number but NaN.
+        cache_salt: only requests of the same salt share KV blocks.
+        lora: path of the adapter's folder; None: the model as it is.
+        processor: cloudpickle bytes of the user's logits processors; None: none.
     """
 
     request_id: int
@@ -39,13 +51,18 @@ class EngineRequest:
     seed: int
     num_generated: int = 0
     priority: float = 0.5
+    cache_salt: str | None = None
+    lora: str | None = None
+    processor: bytes | None = None
 
 
 @dataclass(slots=True)
 class StepOutputs:
     """What one step brought; the i-th request got ``counts[i]`` tokens of the flat ``token_ids``, and ended if ``finish[i]`` is not 0.
 
-    A request appears at most once in a step. Every request that was submitted appears exactly once with ``finish`` set.
+    A request appears at most once in a step. Every request that was submitted appears exactly once with ``finish`` set. The dictionaries
+    are by request id and hold only those that asked; see ``ipc.messages.Deltas``. One that is in any of them is in ``request_ids`` too,
+    with 0 tokens if it got none.
     """
 
     request_ids: list[int] = field(default_factory=list)
@@ -54,6 +71,10 @@ class StepOutputs:
     finish: list[int] = field(default_factory=list)
     stop_reasons: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    generation_logits: dict[int, Float32] = field(default_factory=dict)
+    context_logits: dict[int, Float32] = field(default_factory=dict)
 
     def add(
         self,
