@@ -14,6 +14,7 @@ from headrace.version import __version__
 _HOMES = {
     "LLM": "headrace.llm",
     "SamplingParams": "headrace.params",
+    "GuidedDecodingParams": "headrace.params",
     "RequestOutput": "headrace.outputs",
     "CompletionOutput": "headrace.outputs",
     "HeadraceError": "headrace.errors",
@@ -31,6 +32,7 @@ __all__ = [
     "ClosedError",
     "CompletionOutput",
     "EngineDeadError",
+    "GuidedDecodingParams",
     "HeadraceError",
     "ModelError",
     "QueueFullError",
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     )
     from headrace.llm import LLM
     from headrace.outputs import CompletionOutput, RequestOutput
-    from headrace.params import SamplingParams
+    from headrace.params import GuidedDecodingParams, SamplingParams
 
 
 def __getattr__(name: str) -> object:

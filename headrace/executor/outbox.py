@@ -149,7 +149,7 @@ def _message(run: list[Item]) -> Submit | Cancel | Shutdown:
         place = index.get(id(own))
         if place is None:
             place = index[id(own)] = len(params)
-            params.append(own)
+            params.append(own.to_wire())
         heads.append(
             RequestHead(
                 request_id=item.request_id,

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LEAVES = {"headrace.errors", "headrace.params", "headrace.config", "headrace.outputs", "headrace.version"}
+LEAVES = {"headrace.errors", "headrace.params", "headrace.config", "headrace.outputs", "headrace.validation", "headrace.version"}
 
 #: package or module -> what of headrace it may import, besides itself; the longest prefix that fits a module decides
 LAYERS = {
