@@ -1,9 +1,7 @@
 """The dispatch thread: it starts worlds, reads everything that comes back, and executes what the state machines decide.
 
 One thread for all of it, because the order matters: results that a rank sent before it died are delivered before its death is. It also is
-the parent of the world's root process, and reaps it.
-
-``lock`` guards the ledger, the lifecycle and every mailbox. Decisions are made under it; sockets and waiters are touched without it.
+the parent of the world's root process, and reaps it. What becomes of requests and their readers is ``pairing``'s.
 """
 
 from __future__ import annotations
@@ -12,16 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TypeAlias
 
 from headrace.config import EngineConfig, EngineFacts
-from headrace.errors import ChannelError, EngineDeadError, HeadraceError, StartupError
-from headrace.executor.admission import Admission, QueueLimits
-from headrace.executor.deltas import unpack
+from headrace.errors import EngineDeadError, StartupError
+from headrace.executor.admission import QueueLimits
 from headrace.executor.doorbell import Doorbell
 from headrace.executor.launchers.base import Launcher
-from headrace.executor.ledger import Cancelled, Ledger
 from headrace.executor.lifecycle import (
     HOLDING,
     Action,
@@ -45,16 +39,13 @@ from headrace.executor.lifecycle import (
     Suspend,
     WorldState,
 )
-from headrace.executor.live import LiveRequest
-from headrace.executor.outbox import Admitted
-from headrace.executor.result import Waiter, wake
+from headrace.executor.pairing import Pairing
+from headrace.executor.sources import Sources
 from headrace.executor.stacks import AskStacks, StackCollector
-from headrace.executor.startup import ProgressListener, startup_error
+from headrace.executor.startup import ProgressListener, ProgressTeller, startup_error
 from headrace.executor.world import World
-from headrace.ipc.channel import End, Poller
 from headrace.ipc.messages import AnyMessage, Deltas, Failed, Hello, Progress, Ready, Shutdown, ShutdownDone
 from headrace.ipc.recorder import Recorder
-from headrace.outputs import FinishReason
 
 log = logging.getLogger("headrace.executor")
 worker_log = logging.getLogger("headrace.worker")
@@ -65,8 +56,6 @@ FRAMES_PER_TURN = 256
 RETRY_FULL = 0.01
 #: seconds between two looks at the deadlines of requests that no world has
 HELD_PATIENCE = 0.05
-
-Handler: TypeAlias = Callable[[], None]
 
 
 class Dispatcher:
@@ -82,13 +71,14 @@ class Dispatcher:
         on_progress: ProgressListener | None,
         recorder: Recorder | None,
     ) -> None:
-        self.lock = threading.RLock()
-        self.ledger: Ledger[LiveRequest] = Ledger()
+        from headrace.ipc.zmq_channel import ZmqPoller
+
+        self.pairing = Pairing(limits, policy.max_deaths)
+        # Guards the lifecycle too: what is admitted, and what a death ends, are decided under the same lock.
+        self.lock = self.pairing.lock
         self.lifecycle = Lifecycle(time.monotonic(), start_timeout, policy)
-        self.admission = Admission(limits)
         self.facts: EngineFacts | None = None
         self.stacks = StackCollector()
-        self.bad_frames = 0
         self.faults = 0
         # Set once the first start is over, one way or the other.
         self.start_over = threading.Event()
@@ -101,14 +91,12 @@ class Dispatcher:
         self.world = World(config)
         self._config = config
         self._launcher = launcher
-        self._max_deaths = policy.max_deaths
-        self._on_progress = on_progress
+        self._progress = ProgressTeller(on_progress)
         self._recorder = recorder
         # From any thread, finalizer or signal handler: ids to cancel, and what else only this thread may do.
         self._inbox: deque[int | Close | Hurry | Lost | AskStacks] = deque()
         self._bell = Doorbell()
-        self._poller: Poller | None = None
-        self._handlers: dict[End | int, Handler] = {}
+        self._sources = Sources(ZmqPoller())
         self._retry_at: float | None = None
         # The thread ends: no world will follow.
         self._ended = False
@@ -130,10 +118,7 @@ class Dispatcher:
     # --- the thread
 
     def _run(self) -> None:
-        from headrace.ipc.zmq_channel import ZmqPoller
-
-        self._poller = ZmqPoller()
-        self._on(self._bell.fd, self._read_inbox)
+        self._sources.add(self._bell.fd, self._read_inbox)
         self._launch()
         while not self._ended:
             try:
@@ -146,19 +131,21 @@ class Dispatcher:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
-            # Our methods are in it: a cycle, and in it descriptors that would stay open until the next collection.
-            self._handlers.clear()
+            self._sources.clear()
             self.over.ring()
 
     def _launch(self) -> None:
-        world = self.world
+        world, sources = self.world, self._sources
         try:
-            world.open(self._launcher, self._send_failed, self._recorder.sent if self._recorder is not None else None)
+            world.open(self._launcher, self.pairing.send_failed, self._recorder.sent if self._recorder is not None else None)
             assert world.results is not None and world.init is not None and world.monitor is not None
-            self._on(world.results, self._read_results)
-            self._on(world.init, self._read_init)
-            self._on(world.monitor.world.output_fd, self._read_output)
-            self._on(world.monitor.root_fd, self._root_died)
+            with self.lock:
+                self.pairing.outbox = world.outbox
+            # In this order they are served: results before deaths.
+            sources.add(world.results, self._read_results)
+            sources.add(world.init, self._read_init)
+            sources.add(world.monitor.world.output_fd, self._read_output)
+            sources.add(world.monitor.root_fd, self._root_died)
         except Exception as error:
             cause = error if isinstance(error, StartupError) else StartupError(f"the world could not be started: {error}")
             log.debug("no world", exc_info=True)
@@ -166,23 +153,8 @@ class Dispatcher:
             if world.monitor is None:
                 self._handle(Gone(cause))
 
-    def _on(self, source: End | int, handler: Handler) -> None:
-        assert self._poller is not None
-        self._handlers[source] = handler
-        self._poller.register(source)
-
-    def _off(self, source: End | int) -> None:
-        assert self._poller is not None
-        del self._handlers[source]
-        self._poller.unregister(source)
-
     def _turn(self) -> None:
-        assert self._poller is not None
-        ready = set(self._poller.wait(self._patience()))
-        # In the order of registration: results before deaths.
-        for source in [known for known in self._handlers if known in ready]:
-            if (handler := self._handlers.get(source)) is not None:
-                handler()
+        self._sources.turn(self._patience())
         now = time.monotonic()
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
@@ -195,7 +167,7 @@ class Dispatcher:
             if monitor.gone:
                 self._handle(Gone(monitor.describe(starting)))
         if self.lifecycle.state in HOLDING:
-            self._expire_held(now)
+            self.pairing.expire_held(now)
         if not self._ended and self.lifecycle.deadline is not None and now >= self.lifecycle.deadline:
             self._handle(Expired(self.world.startup.report()))
 
@@ -207,15 +179,6 @@ class Dispatcher:
             due.append(time.monotonic() + HELD_PATIENCE)
         # A deadline may be infinite, and no wait can.
         return min(max(0.0, min(due) - time.monotonic()), threading.TIMEOUT_MAX) if due else None
-
-    def _expire_held(self, now: float) -> None:
-        """A deadline that passes while there is no world to watch it."""
-        waiters: list[Waiter] = []
-        with self.lock:
-            expired = [request_id for request_id, live in self.ledger.held() if live.deadline is not None and live.deadline <= now]
-            for request_id in expired:
-                self._end(self.ledger.expire(request_id), FinishReason.TIMEOUT, waiters)
-        wake(waiters)
 
     # --- what arrives
 
@@ -234,47 +197,8 @@ class Dispatcher:
                 self._handle(Done())
 
     def _deliver(self, deltas: Deltas) -> None:
-        """Route one frame to its mailboxes and wake each event loop once."""
-        try:
-            ids, counts, tokens, finish = unpack(deltas)
-        except (TypeError, ValueError, IndexError) as error:
-            self.bad_frames += 1
-            log.warning("a result frame is dropped: %s", str(error))
-            return
-        waiters: list[Waiter] = []
-        stopped: list[int] = []
-        stop_reasons, errors = deltas.stop_reasons, deltas.errors
-        ledger = self.ledger
-        start = 0
-        with self.lock:
-            for request_id, count, ending in zip(ids, counts, finish, strict=True):
-                end = start + count
-                delivery = ledger.delta(request_id, ending)
-                if delivery is not None:
-                    live, finish_reason = delivery
-                    fresh = tokens[start:end]
-                    if live.history is not None:
-                        live.history.extend(fresh)
-                    if live.waiting:
-                        self._admitted(live)
-                    mailbox = live.mailbox
-                    ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
-                    if ended and ending is None and ledger.stop_found(request_id):
-                        stopped.append(request_id)
-                    mailbox.take_waiters(waiters)
-                start = end
-            if stopped and self.world.outbox is not None:
-                self.world.outbox.put(*stopped)
-            # Not on the last words of a world that has died: what is held is for the next one.
-            if ledger.may_resume and self.lifecycle.state is WorldState.READY:
-                self._resume()
-        wake(waiters)
+        self.pairing.deliver(deltas, ready=self.lifecycle.state is WorldState.READY)
         self.flush()
-
-    def _admitted(self, live: LiveRequest) -> None:
-        """It waits no longer: it has its first token, or its ending. Holds the lock."""
-        self.admission.leave(live.waiting, time.monotonic())
-        live.waiting = 0
 
     def _read_init(self) -> None:
         init = self.world.init
@@ -290,13 +214,13 @@ class Dispatcher:
             pid = startup.hello(message)
             fd = None if pid is None else monitor.watch(message.rank, pid)
             if fd is not None:
-                self._on(fd, lambda: self._rank_died(fd))
+                self._sources.add(fd, lambda: self._rank_died(fd))
             if startup.complete:
                 self.world.forget_key_file()
-            self._tell_progress(Progress(message.rank, "hello", 0, 0))
+            self._progress.tell(Progress(message.rank, "hello", 0, 0))
         elif isinstance(message, Progress):
             startup.progress[message.rank] = message
-            self._tell_progress(message)
+            self._progress.tell(message)
         elif isinstance(message, Ready):
             self.facts = message.facts
             if self._recorder is not None:
@@ -308,15 +232,6 @@ class Dispatcher:
             else:
                 text = f"rank {message.rank} (pid {message.pid}) failed: {message.error}"
                 self._handle(Lost(EngineDeadError(text, rank=message.rank, pid=message.pid, remote_cause=message.traceback)))
-
-    def _tell_progress(self, at: Progress) -> None:
-        if self._on_progress is None:
-            return
-        try:
-            self._on_progress(at.rank, at.stage, at.done, at.total)
-        except Exception:
-            self._on_progress = None
-            log.exception("the progress listener raised; it is not called again")
 
     def _read_inbox(self) -> None:
         self._bell.silence()
@@ -333,26 +248,8 @@ class Dispatcher:
                 if self.world.monitor is not None and not self.world.closed:
                     self.world.monitor.signal_rank(item.rank, item.number)
             else:
-                self._cancel(item)
+                self.pairing.cancel(item)
         self.flush()
-
-    def _cancel(self, request_id: int) -> None:
-        waiters: list[Waiter] = []
-        with self.lock:
-            verdict, live = self.ledger.cancel(request_id)
-            if verdict is Cancelled.SEND and self.world.outbox is not None:
-                # Behind its submit, which was put there under the same lock.
-                self.world.outbox.put(request_id)
-            elif live is not None:
-                self._end(live, FinishReason.ABORT, waiters)
-        wake(waiters)
-
-    def _end(self, live: LiveRequest, finish: FinishReason, waiters: list[Waiter]) -> None:
-        """End the reader of a request that has left the ledger without the world's doing. Holds the lock."""
-        if live.waiting:
-            self._admitted(live)
-        live.mailbox.deliver([], finish, None, None)
-        live.mailbox.take_waiters(waiters)
 
     def _read_output(self) -> None:
         assert self.world.monitor is not None
@@ -363,17 +260,17 @@ class Dispatcher:
         for line in lines:
             worker_log.debug("%s", line)
         if output.output_fd < 0:
-            self._off(fd)
+            self._sources.remove(fd)
 
     def _rank_died(self, fd: int) -> None:
         assert self.world.monitor is not None
-        self._off(fd)
+        self._sources.remove(fd)
         self.world.monitor.rank_died(fd, time.monotonic())
 
     def _root_died(self) -> None:
         monitor = self.world.monitor
         assert monitor is not None
-        self._off(monitor.root_fd)
+        self._sources.remove(monitor.root_fd)
         if monitor.world.output_fd >= 0:
             self._read_output()
         monitor.root_died(time.monotonic())
@@ -400,67 +297,23 @@ class Dispatcher:
             self.world.outbox.put(Shutdown(action.drain))
             self.flush()
         elif isinstance(action, Fail):
-            self._fail_all(action.error)
+            self.pairing.fail_all(action.error)
             self.start_over.set()
         elif isinstance(action, Suspend):
-            self._suspend(action.error)
+            self.pairing.suspend(action.error)
         elif isinstance(action, Kill):
             self.world.kill()
         elif isinstance(action, Release):
-            self._release()
+            # Its sources are forgotten first, or a fault half-way would leave closed ones to wait for.
+            self._sources.keep_only(self._bell.fd)
+            self.world.close()
         elif isinstance(action, Launch):
             with self.lock:
                 self.world = World(self._config)
+                self.pairing.outbox = None
             self._launch()
         elif isinstance(action, Resume):
-            with self.lock:
-                self._resume()
+            self.pairing.resume()
             self.flush()
         else:
             self._ended = True
-
-    def _fail_all(self, error: HeadraceError) -> None:
-        with self.lock:
-            victims = self.ledger.died()
-        self._fail(victims, error)
-
-    def _suspend(self, error: EngineDeadError) -> None:
-        waiters: list[Waiter] = []
-        with self.lock:
-            aborted, convicted = self.ledger.suspend(self._max_deaths)
-            for live in aborted:
-                self._end(live, FinishReason.ABORT, waiters)
-            log.warning("%d requests wait for the next world", len(self.ledger))
-        wake(waiters)
-        if convicted:
-            log.error("a request is failed: its world died %d times in a row when it was to run", self._max_deaths)
-            self._fail(convicted, error)
-
-    def _resume(self) -> None:
-        """Queue what the ledger wants sent; holds the lock, and ``flush`` follows."""
-        assert self.world.outbox is not None
-        self.world.outbox.put(*(Admitted(request_id, live.rest()) for request_id, live in self.ledger.resume()))
-
-    def _send_failed(self, request_ids: list[int], error: Exception) -> None:
-        log.error("a message could not be sent: %s", error)
-        with self.lock:
-            failed = [live for request_id in request_ids if (live := self.ledger.send_failed(request_id)) is not None]
-        self._fail(failed, ChannelError(f"the request could not be sent: {error}"))
-
-    def _fail(self, victims: list[LiveRequest], error: HeadraceError) -> None:
-        """End the readers of requests that have left the ledger."""
-        waiters: list[Waiter] = []
-        with self.lock:
-            for live in victims:
-                if live.waiting:
-                    self._admitted(live)
-                live.mailbox.fail(error)
-                live.mailbox.take_waiters(waiters)
-        wake(waiters)
-
-    def _release(self) -> None:
-        """The world's processes are gone. Its sources are forgotten first, or a fault half-way would leave closed ones to wait for."""
-        bell = self._bell.fd
-        for source in [source for source in self._handlers if source != bell]:
-            self._off(source)
-        self.world.close()

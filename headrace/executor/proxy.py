@@ -86,7 +86,7 @@ class GenerationExecutorProxy:
         dispatcher = self._dispatcher
         self._heartbeat = HeartbeatThread(
             self.ping,
-            lambda: len(dispatcher.ledger),
+            lambda: len(dispatcher.pairing.ledger),
             lambda: "\n\n".join(map(str, self.dump_stacks())),
             lambda error: dispatcher.post(Lost(error)),
             policy=on_hang,
@@ -94,7 +94,7 @@ class GenerationExecutorProxy:
         )
 
     def __repr__(self) -> str:
-        return f"<GenerationExecutorProxy {self.state.name} live={len(self._dispatcher.ledger)} ranks={self._ranks}>"
+        return f"<GenerationExecutorProxy {self.state.name} live={len(self._dispatcher.pairing.ledger)} ranks={self._ranks}>"
 
     def start(self) -> EngineFacts:
         """``launch``, then ``wait_ready``."""
@@ -141,11 +141,11 @@ class GenerationExecutorProxy:
         """The ledger's balance sheet, and what was survived: frames that made no sense, faults of the dispatch thread."""
         dispatcher = self._dispatcher
         with dispatcher.lock:
-            counts = dispatcher.ledger.counters()
+            counts = dispatcher.pairing.ledger.counters()
             counts["restarts"] = dispatcher.lifecycle.restarts
-            admission = dispatcher.admission
+            admission = dispatcher.pairing.admission
             counts |= {"waiting": admission.requests, "waiting_tokens": admission.tokens, "refused": admission.refused}
-        return counts | {"bad_frames": dispatcher.bad_frames, "dispatch_faults": dispatcher.faults}
+        return counts | {"bad_frames": dispatcher.pairing.bad_frames, "dispatch_faults": dispatcher.faults}
 
     def processes(self) -> dict[str, int]:
         """Process ids of the world that there is: ``root``, which started it, and ``rank0`` and on, as far as they have said hello."""
@@ -170,14 +170,14 @@ class GenerationExecutorProxy:
             held = self.state in HOLDING
             if not held and self.state is not WorldState.READY:
                 raise self._refusal()
-            dispatcher.admission.enter(len(checked), sum(len(one.token_ids) for one in checked))
+            dispatcher.pairing.admission.enter(len(checked), sum(len(one.token_ids) for one in checked))
             admitted = [Admitted(request_id, one) for request_id, one in enumerate(checked, self._next_id)]
             self._next_id += len(admitted)
             results = [GenerationResult(item.request_id, item.checked.request, dispatcher.lock, dispatcher.post) for item in admitted]
             # In the ledger before the message leaves. A death is decided under the same lock: it comes before, and the state above says
             # so, or after, and finds these in the ledger.
             live = [LiveRequest(result.mailbox, one, dispatcher.replayable) for result, one in zip(results, checked, strict=True)]
-            dispatcher.ledger.register([(item.request_id, one) for item, one in zip(admitted, live, strict=True)], held)
+            dispatcher.pairing.ledger.register([(item.request_id, one) for item, one in zip(admitted, live, strict=True)], held)
             if not held and dispatcher.world.outbox is not None:
                 # Under the lock too, so that the shutdown mark, which comes with another state, has every admitted request before it.
                 dispatcher.world.outbox.put(*admitted)
@@ -191,7 +191,7 @@ class GenerationExecutorProxy:
     def health(self) -> Health:
         """How the world is, from what is known already: asks nobody, and never waits for long."""
         dispatcher = self._dispatcher
-        return describe(self.state, dispatcher.lifecycle.error, len(dispatcher.ledger), self._heartbeat.watch, time.monotonic())
+        return describe(self.state, dispatcher.lifecycle.error, len(dispatcher.pairing.ledger), self._heartbeat.watch, time.monotonic())
 
     def dump_stacks(self, timeout: float = 2.0) -> list[RankStacks]:
         """The stacks of every rank on this machine, also of one that is stuck in C code; the ranks go on.

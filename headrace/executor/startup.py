@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 
 from headrace.errors import StartupError
 from headrace.ipc.messages import Failed, Hello, Progress
+
+log = logging.getLogger("headrace.executor")
 
 #: (rank, stage, done, total): told while the world starts; total 0 when unknown
 ProgressListener = Callable[[int, str, int, int], None]
@@ -43,6 +46,23 @@ class Startup:
                 share = f" {100 * at.done // at.total}%" if at.total else ""
                 places.append(f"rank {rank} (pid {hello.pid}) is at {at.stage}{share}")
         return "; ".join(places)
+
+
+class ProgressTeller:
+    """Tells a listener of the user's, until that raises."""
+
+    def __init__(self, listener: ProgressListener | None) -> None:
+        self._listener = listener
+
+    def tell(self, at: Progress) -> None:
+        """A rank is there now."""
+        if self._listener is None:
+            return
+        try:
+            self._listener(at.rank, at.stage, at.done, at.total)
+        except Exception:
+            self._listener = None
+            log.exception("the progress listener raised; it is not called again")
 
 
 def startup_error(failed: Failed) -> StartupError:

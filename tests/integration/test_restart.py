@@ -78,7 +78,7 @@ def test_killed_again_and_again_at_random_tokens(executor):
 def test_seeds_are_kept_so_that_a_replayed_request_is_the_same_request(executor):
     request = GenerationRequest([1, 2], SamplingParams(max_tokens=200, temperature=1.0))
     (handle,) = executor.submit([request])
-    live = executor._dispatcher.ledger._live[handle.request_id].handle
+    live = executor._dispatcher.pairing.ledger._live[handle.request_id].handle
     before = live.rest()
     kill(executor, "rank0")
     after = live.rest()
@@ -104,7 +104,7 @@ def test_a_cancel_that_the_dead_world_did_not_confirm_is_confirmed_by_its_death(
     so_far = completion(next(handle)).token_ids
     os.kill(pids(executor)["rank0"], signal.SIGSTOP)
     handle.abort()
-    assert eventually(lambda: "CANCELLING" in repr(executor._dispatcher.ledger._live))
+    assert eventually(lambda: "CANCELLING" in repr(executor._dispatcher.pairing.ledger._live))
     kill(executor, "rank1")
     output = completion(handle.result(LONG))
     assert output.finish_reason == "abort" and output.token_ids[: len(so_far)] == so_far

@@ -1,0 +1,150 @@
+"""Live requests and their readers: what the ledger decides is carried out here, on mailboxes, in the outbox, and on those who wait.
+
+``lock`` guards the ledger, the lifecycle, admission and every mailbox. Decisions are made under it; waiters are woken without it, and
+nothing is sent here: the caller flushes the outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from headrace.errors import ChannelError, EngineDeadError, HeadraceError
+from headrace.executor.admission import Admission, QueueLimits
+from headrace.executor.deltas import unpack
+from headrace.executor.ledger import Cancelled, Ledger
+from headrace.executor.live import LiveRequest
+from headrace.executor.outbox import Admitted, Outbox
+from headrace.executor.result import Waiter, wake
+from headrace.ipc.messages import Deltas
+from headrace.outputs import FinishReason
+
+log = logging.getLogger("headrace.executor")
+
+
+class Pairing:
+    """The requests of one executor, over all its worlds."""
+
+    def __init__(self, limits: QueueLimits, max_deaths: int) -> None:
+        self.lock = threading.RLock()
+        self.ledger: Ledger[LiveRequest] = Ledger()
+        self.admission = Admission(limits)
+        # Of the world that there is; None before its sockets are there. Replaced under the lock.
+        self.outbox: Outbox | None = None
+        self.bad_frames = 0
+        self._max_deaths = max_deaths
+
+    def deliver(self, deltas: Deltas, ready: bool) -> None:
+        """Route one frame to its mailboxes and wake each event loop once. ``ready``: the world that sent it still takes requests."""
+        try:
+            ids, counts, tokens, finish = unpack(deltas)
+        except (TypeError, ValueError, IndexError) as error:
+            self.bad_frames += 1
+            log.warning("a result frame is dropped: %s", str(error))
+            return
+        waiters: list[Waiter] = []
+        stopped: list[int] = []
+        stop_reasons, errors = deltas.stop_reasons, deltas.errors
+        ledger = self.ledger
+        start = 0
+        with self.lock:
+            for request_id, count, ending in zip(ids, counts, finish, strict=True):
+                end = start + count
+                delivery = ledger.delta(request_id, ending)
+                if delivery is not None:
+                    live, finish_reason = delivery
+                    fresh = tokens[start:end]
+                    if live.history is not None:
+                        live.history.extend(fresh)
+                    if live.waiting:
+                        self._admitted(live)
+                    mailbox = live.mailbox
+                    ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
+                    if ended and ending is None and ledger.stop_found(request_id):
+                        stopped.append(request_id)
+                    mailbox.take_waiters(waiters)
+                start = end
+            if stopped and self.outbox is not None:
+                self.outbox.put(*stopped)
+            # Not on the last words of a world that has died: what is held is for the next one.
+            if ready and ledger.may_resume:
+                self.resume()
+        wake(waiters)
+
+    def cancel(self, request_id: int) -> None:
+        """Somebody wants the early end of a request."""
+        waiters: list[Waiter] = []
+        with self.lock:
+            verdict, live = self.ledger.cancel(request_id)
+            if verdict is Cancelled.SEND and self.outbox is not None:
+                # Behind its submit, which was put there under the same lock.
+                self.outbox.put(request_id)
+            elif live is not None:
+                self._end(live, FinishReason.ABORT, waiters)
+        wake(waiters)
+
+    def expire_held(self, now: float) -> None:
+        """A deadline that passes while there is no world to watch it."""
+        waiters: list[Waiter] = []
+        with self.lock:
+            expired = [request_id for request_id, live in self.ledger.held() if live.deadline is not None and live.deadline <= now]
+            for request_id in expired:
+                self._end(self.ledger.expire(request_id), FinishReason.TIMEOUT, waiters)
+        wake(waiters)
+
+    def fail_all(self, error: HeadraceError) -> None:
+        """No world follows."""
+        with self.lock:
+            victims = self.ledger.died()
+        self._fail(victims, error)
+
+    def suspend(self, error: EngineDeadError) -> None:
+        """The world died, and another follows."""
+        waiters: list[Waiter] = []
+        with self.lock:
+            aborted, convicted = self.ledger.suspend(self._max_deaths)
+            for live in aborted:
+                self._end(live, FinishReason.ABORT, waiters)
+            log.warning("%d requests wait for the next world", len(self.ledger))
+        wake(waiters)
+        if convicted:
+            log.error("a request is failed: its world died %d times in a row when it was to run", self._max_deaths)
+            self._fail(convicted, error)
+
+    def resume(self) -> None:
+        """Queue what the ledger wants sent."""
+        assert self.outbox is not None
+        with self.lock:
+            self.outbox.put(*(Admitted(request_id, live.rest()) for request_id, live in self.ledger.resume()))
+
+    def send_failed(self, request_ids: list[int], error: Exception) -> None:
+        """Their message could not be made, or could not be sent."""
+        log.error("a message could not be sent: %s", error)
+        with self.lock:
+            failed = [live for request_id in request_ids if (live := self.ledger.send_failed(request_id)) is not None]
+        self._fail(failed, ChannelError(f"the request could not be sent: {error}"))
+
+    def _admitted(self, live: LiveRequest) -> None:
+        """It waits no longer: it has its first token, or its ending. Holds the lock."""
+        self.admission.leave(live.waiting, time.monotonic())
+        live.waiting = 0
+
+    def _end(self, live: LiveRequest, finish: FinishReason, waiters: list[Waiter]) -> None:
+        """End the reader of a request that has left the ledger without the world's doing. Holds the lock."""
+        if live.waiting:
+            self._admitted(live)
+        live.mailbox.deliver([], finish, None, None)
+        live.mailbox.take_waiters(waiters)
+
+    def _fail(self, victims: Iterable[LiveRequest], error: HeadraceError) -> None:
+        """End the readers of requests that have left the ledger."""
+        waiters: list[Waiter] = []
+        with self.lock:
+            for live in victims:
+                if live.waiting:
+                    self._admitted(live)
+                live.mailbox.fail(error)
+                live.mailbox.take_waiters(waiters)
+        wake(waiters)
