@@ -8,6 +8,7 @@ import msgspec
 
 Runner = Literal["torch", "echo"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+CapacityPolicy = Literal["MAX_UTILIZATION", "GUARANTEED_NO_EVICT"]
 
 
 class EchoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +57,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_cache_tokens: size of the KV cache in tokens, for all requests together.
         tokens_per_block: tokens in one KV block.
         num_threads: threads for each rank; None: cores divided by ranks.
+        enable_block_reuse: requests take KV blocks that others have filled with the same tokens after the same beginning.
+        enable_partial_reuse: where only some of a block's tokens are the same, a copy of these is taken.
+        capacity_scheduler_policy: MAX_UTILIZATION admits requests as long as there is room and, when there is none, stops the last one;
+            its tokens are computed again later, which its text does not show. GUARANTEED_NO_EVICT admits only what can run to its
+            ``max_tokens``. The first is the default: what is stopped is mostly found in the cache again, and the second one leaves places
+            empty in proportion to how much ``max_tokens`` exceeds what is generated; ``max_tokens=None`` counts as the whole context.
         echo: settings of the echo engine.
     """
 
@@ -69,6 +76,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_tokens: int = 32768
     tokens_per_block: int = 32
     num_threads: int | None = None
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+    capacity_scheduler_policy: CapacityPolicy = "MAX_UTILIZATION"
     echo: EchoConfig = EchoConfig()
 
 

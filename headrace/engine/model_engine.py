@@ -91,9 +91,15 @@ class ModelEngine:
         )
         self._runner = runner
         self._broadcast = broadcast
-        self._cache = KVCache(num_blocks, config.tokens_per_block)
+        self._cache = KVCache(
+            num_blocks, config.tokens_per_block, reuse=config.enable_block_reuse, partial_reuse=config.enable_partial_reuse
+        )
         self._scheduler = Scheduler(
-            self._cache, max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens, max_seq_len=max_seq_len
+            self._cache,
+            max_batch_size=config.max_batch_size,
+            max_num_tokens=config.max_num_tokens,
+            max_seq_len=max_seq_len,
+            evict=config.capacity_scheduler_policy == "MAX_UTILIZATION",
         )
         self._live: dict[int, _Live] = {}
         self._ended_early = StepOutputs()  # records of requests that ended between steps
@@ -118,7 +124,14 @@ class ModelEngine:
             if len(prompt) and not (prompt.min() >= 0 and prompt.max() < vocab_size):
                 wrong = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
                 raise RequestError(f"token id {wrong} is out of range: the vocabulary has {vocab_size} tokens")
-            sequence = self._scheduler.submit(request.request_id, array("i", prompt.tobytes()), request.priority)
+            sequence = self._scheduler.submit(
+                request.request_id,
+                array("i", prompt.tobytes()),
+                request.priority,
+                max_tokens=request.max_tokens,
+                salt=request.cache_salt,
+                adapter=request.lora,
+            )
         except RequestError as error:
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,12 +16,17 @@ from headrace.engine.scheduler import Chunk
 class StepPlan:
     """T tokens of S sequences; the fields are the plan's arrays in this order.
 
+    A runner first makes the copies, one after the other. Then, in every layer, it writes the keys and values of all T tokens before it
+    reads any: a sequence may attend to blocks that another one fills in the same step.
+
     Attributes:
         tokens: [T] token ids, sequence after sequence.
         starts: [S] position of the first of each sequence's tokens, which is how many it has in the KV cache already.
         lengths: [S] tokens of each sequence in this step, at least 1; they sum to T.
         tables: block tables joined; sequence s has ceil((starts[s] + lengths[s]) / tokens_per_block) entries.
         samples: [R] indices into ``tokens`` whose logits are wanted, ascending.
+        copies: [3 C] for each copy the block that is read, the block that is written, which may be the same, and how many of its first
+            tokens are copied; the rest of the written block is cleared.
     """
 
     tokens: Int32
@@ -29,10 +34,11 @@ class StepPlan:
     lengths: Int32
     tables: Int32
     samples: Int32
+    copies: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], cache: KVCache) -> StepPlan:
-        """The plan of these chunks, whose blocks the cache has already handed out."""
+        """The plan of these chunks, whose blocks the cache has already handed out, and of the copies that are due."""
         tokens, tables = bytearray(), bytearray()
         for sequence, start, length in chunks:
             end = start + length
@@ -46,6 +52,7 @@ class StepPlan:
             lengths=lengths,
             tables=np.frombuffer(tables, dtype=np.int32),
             samples=(np.cumsum(lengths, dtype=np.int32) - 1)[samples],
+            copies=np.frombuffer(cache.take_copies(), dtype=np.int32),
         )
 
     @classmethod
@@ -55,4 +62,4 @@ class StepPlan:
 
     def arrays(self) -> tuple[Int32, ...]:
         """The arrays to broadcast."""
-        return self.tokens, self.starts, self.lengths, self.tables, self.samples
+        return self.tokens, self.starts, self.lengths, self.tables, self.samples, self.copies

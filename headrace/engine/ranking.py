@@ -10,10 +10,13 @@ T = TypeVar("T")
 
 
 class Rank(NamedTuple):
-    """A request's place; the smaller is served first. No two requests of an engine have the same ``arrival``, so none have equal ranks."""
+    """A request's place; the smaller is served first. No two requests of an engine have the same ``arrival``, so none have equal ranks;
+    the branches of one request, which have, are told apart by ``branch``.
+    """
 
     negated_priority: float
     arrival: int
+    branch: int = 0
 
 
 class Ranked(Generic[T]):

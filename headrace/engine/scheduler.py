@@ -3,17 +3,28 @@
 A step takes at most ``max_num_tokens`` tokens of at most ``max_batch_size`` requests. Requests are served by rank: higher priority first,
 equal priorities in the order of their arrival. Those that run come first, in that order, each with the token that it decodes or the next
 chunk of its prompt; then waiting ones are admitted while budget, batch and KV blocks allow. A prompt longer than the budget is prefilled in
-chunks.
+chunks. A prompt whose beginning is in the KV cache starts behind it, with at least one token to compute.
+
+A request may have branches, for beam search: sequences that share the blocks of what they have in common. They are neighbours in rank, are
+admitted and preempted together, and sample in the same step or not at all: those whose last token alone is not computed yet wait for the
+others. Before the first ``fork`` there is only one.
 
 Two facts carry everything else:
 
 - *Order.* Admission takes the first that waits and passes none over, preemption takes the last that runs and puts it back into its rank.
   So among equal priorities every running request is older than every waiting one, and whatever runs behind a prefill that is not finished
-  has a lower priority. A running request is not stopped for a waiting one of higher priority: that one is merely the next.
+  has a lower priority (or is behind branches that wait for each other). A running request is not stopped for a waiting one of higher
+  priority: that one is merely the next.
 - *Progress.* A request is admitted only with KV blocks for all tokens that it has, and only decoding grows it. If a block is missing then,
   the last of the running requests is preempted: it loses its blocks and later recomputes them. The first of them can take the blocks of all
   others, and the pool holds a whole sequence of ``max_seq_len``, so the first advances in every step and ends. As none is admitted past the
   first that waits, that one's turn comes: each request ends unless new ones of higher priority come for ever, there is no deadlock.
+  For branches the same holds as the pool holds all of them at their longest, or they are refused.
+
+With the policy ``GUARANTEED_NO_EVICT`` a request is admitted only if, after that, every running one can still grow to its last token, so
+that none is ever preempted; how long a request may become it says itself, so a large ``max_tokens`` costs others their place.
+
+A stream of requests of high priority that never ends keeps lower ones waiting for as long: a priority is a promise of order, not a share.
 """
 
 from __future__ import annotations
@@ -21,10 +32,12 @@ from __future__ import annotations
 import enum
 import itertools
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.engine.kv_cache import KVCache
+from headrace.engine.kv_cache import NO_MATCH, KVCache, Match
+from headrace.engine.prefix import Chain
 from headrace.engine.ranking import Rank, Ranked
 from headrace.errors import RequestError
 
@@ -63,8 +76,27 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 
 @dataclass(slots=True, eq=False)
+class Branches:
+    """The sequences of one request that has, or may have, several. ``width``: so many at most when a step begins.
+
+    ``members``: those that live, in the order of their ranks, which is that in which they were made.
+    """
+
+    width: int
+    members: list[Sequence] = field(default_factory=list)
+    made: int = 1
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One request as the scheduler sees it. ``tokens``: prompt, then generated; KV of the first ``computed`` of them is in the cache."""
+    """One request as the scheduler sees it. ``tokens``: prompt, then generated; KV of the first ``computed`` of them is in the cache.
+
+    Attributes:
+        limit: so many tokens it has at most.
+        chain: names of its blocks; None: its blocks are not found by others, nor does it look for any.
+        reuse: whether it looks for blocks; otherwise all of its tokens are computed.
+        branches: None for a request that has no others.
+    """
 
     request_id: int
     tokens: array[int]
@@ -72,6 +104,10 @@ class Sequence:
     rank: Rank
     computed: int = 0
     state: State = State.WAITING
+    limit: int = 0
+    chain: Chain | None = None
+    reuse: bool = True
+    branches: Branches | None = None
 
     @property
     def remaining(self) -> int:
@@ -101,9 +137,12 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    """Owns the KV block accounting and every live sequence. Each step: ``schedule``, run it, then ``append`` or ``end`` what sampled."""
+    """Owns the KV block accounting and every live sequence. Each step: ``schedule``, run it, then ``append`` or ``end`` what sampled.
 
-    def __init__(self, cache: KVCache, *, max_batch_size: int, max_num_tokens: int, max_seq_len: int) -> None:
+    ``evict``: whether requests are admitted that may have to be preempted.
+    """
+
+    def __init__(self, cache: KVCache, *, max_batch_size: int, max_num_tokens: int, max_seq_len: int, evict: bool = True) -> None:
         if max_batch_size < 1 or max_num_tokens < 1:
             raise ValueError(f"a step of {max_batch_size} requests and {max_num_tokens} tokens does nothing")
         if cache.blocks_for(max_seq_len) > cache.num_blocks:
@@ -112,12 +151,15 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.max_seq_len = max_seq_len
-        #: live requests by state; plain numbers, which another thread may read while this one schedules
+        self.evict = evict
+        #: live sequences by state; plain numbers, which another thread may read while this one schedules
         self.counts = dict.fromkeys(State, 0)
         self.num_preemptions = 0
         # A live sequence is in exactly one of them.
         self._waiting: Ranked[Sequence] = Ranked()
         self._running: Ranked[Sequence] = Ranked()
+        # Places in the batch that are taken: one for each running request, its width for one with branches.
+        self._places = 0
         self._arrivals = itertools.count()
 
     @property
@@ -128,8 +170,25 @@ class Scheduler:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._running or request_id in self._waiting
 
-    def submit(self, request_id: int, prompt: array[int], priority: float) -> Sequence:
+    def submit(
+        self,
+        request_id: int,
+        prompt: array[int],
+        priority: float,
+        *,
+        max_tokens: int | None = None,
+        width: int = 1,
+        reuse: bool = True,
+        salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Sequence:
         """Queue a request; it takes over ``prompt``, an array of type "i".
+
+        Args:
+            max_tokens: most tokens that it generates; None: as many as fit. The caller ends it by then.
+            width: most branches that it has when a step begins.
+            reuse: False: all of its tokens are computed, for somebody wants their logits.
+            salt, adapter: only requests of the same salt and adapter share KV blocks.
 
         Raises RequestError if it can never run, ValueError if its id is live already.
         """
@@ -137,18 +196,58 @@ class Scheduler:
             raise ValueError(f"request {request_id} is live already")
         if not 0 < len(prompt) < self.max_seq_len:
             raise RequestError(f"the prompt has {len(prompt)} tokens; 1 to {self.max_seq_len - 1} fit with one token to generate")
+        limit = self.max_seq_len if max_tokens is None else min(self.max_seq_len, len(prompt) + max_tokens)
+        if width > 1:
+            self._check_width(width, limit)
         rank = Rank(-priority, next(self._arrivals))
-        sequence = Sequence(request_id, prompt, len(prompt), rank)
+        sequence = Sequence(request_id, prompt, len(prompt), rank, limit=limit, chain=self.cache.chain(prompt, salt, adapter), reuse=reuse)
+        if width > 1:
+            sequence.branches = Branches(width, [sequence])
         self._waiting.add(request_id, rank, sequence)
         self.counts[State.WAITING] += 1
         return sequence
+
+    def _check_width(self, width: int, limit: int) -> None:
+        most = min(self.max_batch_size, self.max_num_tokens)
+        if width > most:
+            raise RequestError(f"a beam width of {width} exceeds the {most} sequences that one step holds")
+        needed = width * self.cache.blocks_for(limit)
+        if needed > self.cache.num_blocks:
+            raise RequestError(
+                f"{width} beams of {limit} tokens need up to {needed} KV blocks of {self.cache.tokens_per_block} tokens; "
+                f"there are {self.cache.num_blocks}"
+            )
+
+    def fork(self, sequence: Sequence, child_id: int) -> Sequence:
+        """A new branch with the tokens that ``sequence`` has, between the step that sampled and the next; both go on by themselves.
+
+        Blocks are shared; of the last one, if it is not full, whoever writes first makes a copy. More branches than the request's width may
+        live until the next ``schedule``. Raises ValueError if the id is live already.
+        """
+        branches = sequence.branches
+        if child_id in self:
+            raise ValueError(f"request {child_id} is live already")
+        if branches is None or sequence.state is not State.DECODE or sequence.remaining > 1:
+            raise RuntimeError(f"{sequence!r} cannot be forked")
+        tokens = sequence.tokens[:]
+        rank = sequence.rank._replace(branch=branches.made)
+        chain = None if sequence.chain is None else sequence.chain.fork(tokens)
+        child = Sequence(
+            child_id, tokens, sequence.prompt_length, rank, sequence.computed, State.DECODE, sequence.limit, chain, sequence.reuse, branches
+        )
+        branches.made += 1
+        branches.members.append(child)
+        self.cache.fork(sequence.request_id, child_id, sequence.computed)
+        self._running.add(child_id, rank, child)
+        self.counts[State.DECODE] += 1
+        return child
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Give a sequence the token that its last chunk sampled."""
         if sequence.state is not State.DECODE or sequence.remaining:
             raise RuntimeError(f"{sequence!r} has not sampled a token")
-        if len(sequence.tokens) >= self.max_seq_len:
-            raise RuntimeError(f"{sequence!r} is full: it had to end at {self.max_seq_len} tokens")
+        if len(sequence.tokens) >= sequence.limit:
+            raise RuntimeError(f"{sequence!r} is full: it had to end at {sequence.limit} tokens")
         sequence.tokens.append(token)
 
     def live(self) -> list[int]:
@@ -156,32 +255,83 @@ class Scheduler:
         return [*self._running.ids(), *self._waiting.ids()]
 
     def end(self, request_id: int) -> bool:
-        """Finish or cancel a request in whatever state, and free its blocks. False if it is not live."""
-        sequence = self._running.pop(request_id) or self._waiting.pop(request_id)
+        """Finish or cancel a request, or one of its branches, in whatever state, and free its blocks. False if it is not live."""
+        sequence = self._running.pop(request_id)
+        ran = sequence is not None
+        if sequence is None:
+            sequence = self._waiting.pop(request_id)
         if sequence is None:
             return False
+        branches = sequence.branches
+        if branches is not None:
+            branches.members.remove(sequence)
+        if ran and (branches is None or not branches.members):
+            self._places -= 1 if branches is None else branches.width
         self._move(sequence, Event.END)
         self.cache.release(request_id)
         return True
 
+    def forget_prefixes(self) -> None:
+        """No request finds KV of an earlier one from now on, whatever the two have in common."""
+        self.cache.forget()
+        # What these compute follows from blocks that nobody may find, so it must not be found either.
+        for sequence in (*self._running, *self._waiting):
+            sequence.chain = None
+
     def schedule(self) -> list[Chunk]:
         """Chunks of the next step: of those that ran, then of those that it admits. They count as computed: the caller must run them."""
+        self.cache.begin_step()
         chunks: list[Chunk] = []
         budget = self.max_num_tokens
         for sequence in list(self._running):
-            if not sequence.remaining:
-                raise RuntimeError(f"{sequence!r} waits for append or end")
             # Once one gets nothing, for want of budget or blocks, none behind it gets anything; those that were preempted are behind it.
-            if sequence.state is State.PREEMPTED or not budget or not self._make_room(sequence):
+            if sequence.state is State.PREEMPTED or not budget:
                 break
-            chunks.append(self._take(sequence, budget))
-            budget -= chunks[-1].length
-        while budget and self._waiting and len(self._running) < self.max_batch_size:
+            if sequence.branches is None:
+                if not sequence.remaining:
+                    raise RuntimeError(f"{sequence!r} waits for append or end")
+                if not self._make_room(sequence):
+                    break
+                chunks.append(self._take(sequence, budget))
+                budget -= chunks[-1].length
+            elif sequence is sequence.branches.members[0]:
+                dealt = self._deal(sequence.branches, budget)
+                if dealt is None:
+                    break
+                chunks += dealt
+                budget -= sum(chunk.length for chunk in dealt)
+        while budget and self._waiting:
             sequence = self._waiting.first()
             if not self._admit(sequence):
                 break
-            chunks.append(self._take(sequence, budget))
-            budget -= chunks[-1].length
+            if sequence.branches is None:
+                chunks.append(self._take(sequence, budget))
+                budget -= chunks[-1].length
+            else:
+                dealt = self._deal(sequence.branches, budget) or []
+                chunks += dealt
+                budget -= sum(chunk.length for chunk in dealt)
+        return chunks
+
+    def _deal(self, branches: Branches, budget: int) -> list[Chunk] | None:
+        """Chunks of all branches of a running request: to sample in this step, or to get there. None: budget or blocks are missing."""
+        members = branches.members
+        if len(members) > branches.width:
+            raise RuntimeError(f"{len(members)} branches of a request that may have {branches.width}: {members}")
+        for sequence in members:
+            if not sequence.remaining:
+                raise RuntimeError(f"{sequence!r} waits for append or end")
+        if len(members) == 1:
+            return [self._take(members[0], budget)] if self._make_room(members[0]) else None
+        if all(sequence.remaining == 1 for sequence in members):
+            if budget < len(members) or not all(map(self._make_room, members)):
+                return None
+            return [self._take(sequence, 1) for sequence in members]
+        chunks = []
+        for sequence in members:
+            if budget and sequence.remaining > 1:
+                chunks.append(self._take(sequence, min(budget, sequence.remaining - 1)))
+                budget -= chunks[-1].length
         return chunks
 
     def _move(self, sequence: Sequence, event: Event) -> None:
@@ -199,47 +349,90 @@ class Scheduler:
         sequence.computed += chunk.length
         if sequence.state is State.PREFILL and chunk.samples:
             self._move(sequence, Event.PREFILLED)
+        chain = sequence.chain
+        if chain is not None and sequence.computed >= (chain.stored + 1) * self.cache.tokens_per_block:
+            self.cache.store(sequence.request_id, chain, sequence.computed)
         return chunk
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Blocks for all its tokens, at the cost of those behind it. The last one itself keeps what it holds and waits for a later step."""
         while not self.cache.grow(sequence.request_id, len(sequence.tokens)):
             last = self._running.last()
-            if last is sequence:
+            if last is sequence or (last.branches is not None and last.branches is sequence.branches):
                 return False
             # Not yet in this step: chunks are dealt from the first on, and it is behind the one in turn.
             self._preempt(last)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._move(sequence, Event.PREEMPT)
-        self.cache.release(sequence.request_id)
-        sequence.computed = 0
-        self._running.pop(sequence.request_id)
-        self._waiting.add(sequence.request_id, sequence.rank, sequence)
+    def _preempt(self, last: Sequence) -> None:
+        """Stop the last of the running requests, with all of its branches."""
+        branches = last.branches
+        self._places -= 1 if branches is None else branches.width
         self.num_preemptions += 1
+        for sequence in (last,) if branches is None else branches.members:
+            self._move(sequence, Event.PREEMPT)
+            self.cache.release(sequence.request_id)
+            sequence.computed = 0
+            self._running.pop(sequence.request_id)
+            self._waiting.add(sequence.request_id, sequence.rank, sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Start it if, after that, every running request can still take one block: otherwise it would soon be preempted again.
+        """Start it, with all of its branches, if there is a place in the batch and, after that, what the running requests need of the pool.
 
-        With nothing running this is always so, for the pool is empty then and holds any sequence.
+        With nothing running this is always so, for the pool is free then and holds any request.
         """
-        needed = self.cache.blocks_for(len(sequence.tokens))
-        if self.cache.num_free - needed < len(self._running):
+        branches = sequence.branches
+        places = 1 if branches is None else branches.width
+        if self._places + places > self.max_batch_size:
             return False
-        self.cache.grow(sequence.request_id, len(sequence.tokens))
-        self._move(sequence, Event.ADMIT)
-        self._waiting.pop(sequence.request_id)
-        self._running.add(sequence.request_id, sequence.rank, sequence)
+        members = (sequence,) if branches is None else tuple(branches.members)
+        matches = [self._match(member) for member in members]
+        needed = sum(self.cache.blocks_for(len(member.tokens)) for member in members) - sum(len(match.blocks) for match in matches)
+        needed += matches[0].revived if branches is None else len({block for match in matches for block in match.blocks})
+        if self.cache.num_free - needed < self._spare(members):
+            return False
+        self._places += places
+        for member, match in zip(members, matches, strict=True):
+            self.cache.start(member.request_id, match, len(member.tokens))
+            member.computed = match.num_tokens
+            if member.chain is not None:
+                member.chain.stored = len(match.blocks)
+            self._move(member, Event.ADMIT)
+            self._waiting.pop(member.request_id)
+            self._running.add(member.request_id, member.rank, member)
         return True
+
+    def _match(self, sequence: Sequence) -> Match:
+        if sequence.chain is None or not sequence.reuse:
+            return NO_MATCH
+        return self.cache.match(sequence.chain, len(sequence.tokens))
+
+    def _spare(self, members: Items[Sequence]) -> int:
+        """How many blocks must be left when these are admitted: one for each that runs, otherwise they would soon be preempted again; or
+        all that these and the running ones may still need.
+        """
+        if self.evict:
+            return len(self._running)
+        blocks_for = self.cache.blocks_for
+        spare = 0
+        for sequence in self._running:
+            if sequence.branches is None:
+                spare += blocks_for(sequence.limit) - len(self.cache.table(sequence.request_id))
+            elif sequence is sequence.branches.members[0]:
+                held = {block for member in sequence.branches.members for block in self.cache.table(member.request_id)}
+                spare += sequence.branches.width * blocks_for(sequence.limit) - len(held)
+        branches = members[0].branches
+        if branches is None:
+            return spare + blocks_for(members[0].limit) - blocks_for(len(members[0].tokens))
+        return spare + branches.width * blocks_for(members[0].limit) - sum(blocks_for(len(member.tokens)) for member in members)
 
     def check(self) -> None:
         """Raise AssertionError unless the facts at the top of this file hold. For tests."""
         self.cache.check()
         running, waiting = list(self._running), list(self._waiting)
-        held = sum(len(self.cache.table(sequence.request_id)) for sequence in running)
-        if held != self.cache.num_used:
-            raise AssertionError(f"running requests hold {held} blocks of {self.cache!r}")
+        held = {block for sequence in running for block in self.cache.table(sequence.request_id)}
+        if len(held) != self.cache.num_used:
+            raise AssertionError(f"running requests hold {len(held)} blocks of {self.cache!r}")
         for sequence in running:
             capacity = len(self.cache.table(sequence.request_id)) * self.cache.tokens_per_block
             if sequence.state not in (State.PREFILL, State.DECODE) or capacity < sequence.computed:
@@ -247,7 +440,8 @@ class Scheduler:
         for sequence, behind in itertools.pairwise(running):
             if not sequence.rank < behind.rank:
                 raise AssertionError(f"{running} are not in the order of their ranks")
-            if sequence.state is State.PREFILL and sequence.rank.negated_priority == behind.rank.negated_priority:
+            together = sequence.branches is not None and len(sequence.branches.members) > 1
+            if sequence.state is State.PREFILL and not together and sequence.rank.negated_priority == behind.rank.negated_priority:
                 raise AssertionError(f"{behind!r} was admitted while {sequence!r} was still in its prefill")
         for sequence in waiting:
             if sequence.state not in (State.WAITING, State.PREEMPTED) or sequence.computed:
@@ -257,8 +451,14 @@ class Scheduler:
         states = [sequence.state for sequence in (*running, *waiting)]
         if self.counts != {state: states.count(state) for state in State}:
             raise AssertionError(f"{self.counts} is not how many are in each state")
-        if len(running) > self.max_batch_size:
-            raise AssertionError(f"{len(running)} requests run, {self.max_batch_size} are allowed")
+        places = sum(1 for sequence in running if sequence.branches is None) + sum(
+            sequence.branches.width for sequence in running if sequence.branches is not None and sequence is sequence.branches.members[0]
+        )
+        if places != self._places or places > self.max_batch_size:
+            raise AssertionError(f"{places} places of {self.max_batch_size} are taken, {self._places} are counted")
+        for sequence in (*running, *waiting):
+            if sequence.branches is not None and len({member.request_id in self._running for member in sequence.branches.members}) != 1:
+                raise AssertionError(f"some branches of one request run and some wait: {sequence.branches.members}")
 
     def __repr__(self) -> str:
         states = ", ".join(f"{count} {state.value}" for state, count in self.counts.items() if count)

@@ -73,7 +73,7 @@ class TorchRunner:
         embedding = reader.read(family.embedding)
         self._embedding = torch.from_numpy(embedding).to(dtype)
         # One zeroed tensor for all layers: it is the bulk of the memory, and takes it only as blocks are first used.
-        cache = zeros((model.num_layers, num_blocks, config.tokens_per_block, 2 * shard.num_kv_heads, model.head_dim), dtype)
+        self._cache = cache = zeros((model.num_layers, num_blocks, config.tokens_per_block, 2 * shard.num_kv_heads, model.head_dim), dtype)
         self._layers = []
         for index in range(model.num_layers):
             query, key, value, output, gate, up, down, attention_norm, mlp_norm = (
@@ -110,6 +110,10 @@ class TorchRunner:
         """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
         plan = StepPlan.from_arrays(arrays)
         with torch.inference_mode():
+            # [layers, blocks, tokens, ...]: a block is copied for all layers at once.
+            for source, target, count in plan.copies.reshape(-1, 3).tolist():
+                self._cache[:, target, :count] = self._cache[:, source, :count]
+                self._cache[:, target, count:] = 0
             index = StepIndex.of(plan, self._tokens_per_block)
             x = self._embed(index.tokens)
             rotations = self._rotations[index.positions]
@@ -125,7 +129,7 @@ class TorchRunner:
         """Drop weights and cache. May be called again."""
         if self._layers:
             self._layers.clear()
-            del self._embedding, self._head
+            del self._embedding, self._head, self._cache
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T, hidden]. Each rank has the rows of its part of the vocabulary and adds zeros for the others."""
