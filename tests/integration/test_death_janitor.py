@@ -31,7 +31,8 @@ sys.stdin.read()
 #: commands; each writes its pid when it is ready for signals
 SLEEPS = "echo $$ > {pid}; exec sleep 1000"
 IGNORES = "trap '' TERM; echo $$ > {pid}; exec sleep 1000"
-COUNTS = "trap 'kill $!; exit 5' TERM; sleep 1000 & echo $$ > {pid}; wait"
+# SIGKILL: for a moment after the fork the child has the shell's own handler, and forgets what that was told when it becomes sleep.
+COUNTS = "trap 'kill -9 $!; exit 5' TERM; sleep 1000 & echo $$ > {pid}; wait"
 
 
 def ended(pidfd: int, timeout: float = LONG) -> bool:
