@@ -138,20 +138,21 @@ class Dispatcher:
         world, sources = self.world, self._sources
         try:
             world.open(self._launcher, self.pairing.send_failed, self._recorder.sent if self._recorder is not None else None)
-            assert world.results is not None and world.init is not None and world.monitor is not None
+            assert world.results is not None and world.init is not None
             with self.lock:
                 self.pairing.outbox = world.outbox
             # In this order they are served: results before deaths.
             sources.add(world.results, self._read_results)
             sources.add(world.init, self._read_init)
-            sources.add(world.monitor.world.output_fd, self._read_output)
-            sources.add(world.monitor.root_fd, self._root_died)
         except Exception as error:
             cause = error if isinstance(error, StartupError) else StartupError(f"the world could not be started: {error}")
             log.debug("no world", exc_info=True)
             self._handle(Lost(cause))
             if world.monitor is None:
                 self._handle(Gone(cause))
+        if world.monitor is not None:
+            sources.add(world.monitor.world.output_fd, self._read_output)
+            sources.add(world.monitor.root_fd, self._root_died)
 
     def _turn(self) -> None:
         self._sources.turn(self._patience())

@@ -1,15 +1,16 @@
 """The session folder: everything that one world leaves on disk lies in it, so that one removal leaves nothing behind.
 
 It holds the socket files, the MPI runtime's own files and shared-memory segments, and, until every rank has read it, the bootstrap file
-with the session key. It is open to its owner alone. The owner holds a lock in it for life; a folder whose lock is free belonged to a
-process that was killed, and the next start on this machine removes it.
+with the session key. It is open to its owner alone. The owner holds a lock in it for life and has then written to the lock file; a folder
+whose lock is free after that belonged to a process that was killed. Its janitor removes it; if that was killed too, the next start on this
+machine does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -18,27 +19,26 @@ from pathlib import Path
 LOCK_NAME = "owner.lock"
 #: environment variable that names the folder in which session folders are made
 VARIABLE = "HEADRACE_SESSION_DIR"
-#: seconds after which a folder without a lock cannot be one that is just being made
-LOCKLESS_AGE = 60.0
+#: seconds after which a folder that was never locked cannot be one that is just being made
+UNLOCKED_AGE = 60.0
 
 
 class Session:
-    """A session folder, from ``__init__`` (made, locked) to ``remove``."""
+    """A session folder, from ``make`` (made, locked) to ``remove``. Its name is known before, so that its janitor can be there first."""
 
     def __init__(self) -> None:
         base = _base_folder()
         sweep(base)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
-            # A sweeper that looks between the next two lines takes our lock and removes the folder: then there is no file under the lock
-            # that we get (or we get none), and another folder is made.
-            lock = os.open(self.path / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if (self.path / LOCK_NAME).exists():
-                    break
-            os.close(lock)
-        self._lock: int | None = lock
+        self.path = base / f"{_prefix()}{secrets.token_hex(5)}"
+        self._lock: int | None = None
+
+    def make(self) -> None:
+        """Raises OSError; FileExistsError for a folder that is there already."""
+        os.mkdir(self.path, 0o700)
+        self._lock = os.open(self.path / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Only from now on do sweepers try the lock, so nobody can have been before us.
+        os.write(self._lock, b"locked\n")
 
     def remove(self) -> None:
         """Remove the folder with all that the world left in it, and give up the lock. May be called twice."""
@@ -55,9 +55,12 @@ def sweep(base: Path) -> None:
             lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             # Its owner is just making it; or it is what is left of one that a removal could not finish.
-            _remove_if_old(folder)
+            if _is_old(folder):
+                shutil.rmtree(folder, ignore_errors=True)
             continue
         try:
+            if os.fstat(lock).st_size == 0 and not _is_old(folder):
+                continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
@@ -66,13 +69,11 @@ def sweep(base: Path) -> None:
             os.close(lock)
 
 
-def _remove_if_old(folder: Path) -> None:
+def _is_old(folder: Path) -> bool:
     try:
-        age = time.time() - folder.stat().st_mtime
+        return time.time() - folder.stat().st_mtime > UNLOCKED_AGE
     except FileNotFoundError:
-        return
-    if age > LOCKLESS_AGE:
-        shutil.rmtree(folder, ignore_errors=True)
+        return False
 
 
 def _prefix() -> str:

@@ -22,25 +22,30 @@ class World:
         self.startup = Startup(config.tensor_parallel_size)
         # In the order in which `open` makes them; None before.
         self.session: Session | None = None
+        self.monitor: WorldMonitor | None = None
         self.bootstrap: Bootstrap | None = None
         self.init: ServedChannel | None = None
         self.results: Channel | None = None
         self.outbox: Outbox | None = None
-        self.monitor: WorldMonitor | None = None
         self._kills = 0
         self.closed = False
 
     def open(self, launcher: Launcher, on_send_failed: Callable[[list[int], Exception], None], on_sent: SentHook | None) -> None:
-        """Bind the sockets, then launch. Raises StartupError, ChannelError, OSError."""
+        """Bind the sockets and start the ranks. Raises StartupError, ChannelError, OSError; if there is a monitor by then, what it watches
+        is to be killed and waited for.
+        """
         from headrace.ipc.zmq_channel import bind_pair, bind_served
 
         self.session = session = Session()
+        # Before there is anything to clear up.
+        self.monitor = WorldMonitor(launcher.launch(session.path, session.path / FILE_NAME, self._config.tensor_parallel_size))
+        session.make()
         self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self._config)
         self.init = bind_served(bootstrap.address("init"), bootstrap.key)
         self.results = bind_pair(bootstrap.address("result"), bootstrap.key)
         self.outbox = Outbox(bind_pair(bootstrap.address("request"), bootstrap.key), on_send_failed, on_sent)
-        path = write_bootstrap(session.path, bootstrap)
-        self.monitor = WorldMonitor(launcher.launch(session.path, path, self._config.tensor_parallel_size))
+        write_bootstrap(session.path, bootstrap)
+        self.monitor.world.go()
 
     def forget_key_file(self) -> None:
         """Every rank has read the key: it leaves the disk."""

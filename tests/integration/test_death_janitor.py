@@ -1,4 +1,4 @@
-"""The janitor as a process of its own, with a shell in the place of mpiexec (A25, invariant 5): whoever dies, nothing is left."""
+"""The janitor as a process of its own, with a shell in the place of mpiexec (A25, invariant 5): whoever dies when, nothing is left."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from headrace.executor import session
 from headrace.executor.launchers import janitor
+from headrace.executor.launchers.job import start_job
 
 #: seconds that anything here may take at most; nothing waits for them to pass
 LONG = 20.0
@@ -23,7 +24,9 @@ LONG = 20.0
 #: a user process: starts the janitor, says its pid, and lives until its input ends
 OWNER = """
 import os, subprocess, sys
-janitor = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]], stdin=subprocess.DEVNULL)
+janitor = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]], stdin=subprocess.PIPE)
+janitor.stdin.write(b"!")
+janitor.stdin.flush()
 print(janitor.pid, flush=True)
 sys.stdin.read()
 """
@@ -102,9 +105,9 @@ def family(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Family]:
 
 
 def run(*command: str, owner: int | None = None, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The janitor with this process as its owner."""
+    """The janitor with this process as its owner, told to go."""
     arguments = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid() if owner is None else owner), str(folder), *command]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=LONG, check=False, stdin=subprocess.DEVNULL)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=LONG, check=False, input="!")
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("exit 137", 137), ("kill -9 $$", 137), ("kill -11 $$", 139)])
@@ -176,11 +179,89 @@ def test_signals_are_passed_on(script, number, code, tmp_path):
     command = ["/bin/sh", "-c", script.format(pid=tmp_path / "pid")]
     folder = tmp_path / "session"
     folder.mkdir()
-    with subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *command]) as process:
+    arguments = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *command]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE) as process:
+        process.stdin.write(b"!")
+        process.stdin.flush()
         read_pid(tmp_path / "pid")
         process.send_signal(number)
         assert process.wait(LONG) == code
     assert not folder.exists()
+
+
+def start(folder: Path, *command: str):
+    return start_job(folder, list(command), os.environ, "openmpi")
+
+
+def test_an_owner_that_gives_up_gets_no_command_and_no_folder(tmp_path):
+    """Whatever it had put into the folder by then."""
+    folder = tmp_path / "session"
+    job = start(folder, "/bin/sh", "-c", f"touch {tmp_path}/started")
+    folder.mkdir()
+    (folder / "socket").touch()
+    job.kill(0)
+    assert eventually(lambda: job.poll() is not None) and job.poll().exit_code == janitor.EXIT_ORPHANED
+    job.close()
+    assert not folder.exists() and not (tmp_path / "started").exists()
+
+
+@pytest.mark.kill
+def test_a_signal_that_comes_before_the_janitor_has_a_handler_is_not_lost(tmp_path):
+    """A25: sent while its Python starts, it would end it, and with the owner dying as well nobody would clear the folder."""
+    folder = tmp_path / "session"
+    folder.mkdir()
+    job = start(folder, "/bin/sh", "-c", "exec sleep 1000")
+    job.go()
+    job.kill(0)
+    assert eventually(lambda: job.poll() is not None) and job.poll().signal == signal.SIGTERM
+    job.close()
+    assert not folder.exists()
+
+
+DIES_AT_EVERY_LINE = """
+import os, signal, sys
+from headrace.config import EngineConfig
+from headrace.executor import session, world
+from headrace.executor.launchers.job import start_job
+from headrace.ipc import zmq_channel
+
+class Sleeps:
+    def launch(self, folder, bootstrap, ranks):
+        return start_job(folder, ["/bin/sleep", "1000"], os.environ, "openmpi")
+
+def die_at(fatal):
+    lines = 0
+    def trace(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename not in (world.__file__, session.__file__):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    sys.settrace(trace)
+    world.World(EngineConfig(model="echo")).open(Sleeps(), None, None)
+    sys.settrace(None)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+for fatal in range(1, 1000):
+    child = os.fork()
+    if child == 0:
+        die_at(fatal)
+    print(fatal, flush=True)
+    if os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM:
+        break
+"""
+
+
+@pytest.mark.kill
+def test_an_owner_that_dies_at_any_line_of_the_start_leaves_nothing(tmp_path, monkeypatch):
+    """A25: from before the folder has a name until the command runs."""
+    monkeypatch.setenv(session.VARIABLE, str(tmp_path))
+    script = subprocess.run([sys.executable, "-c", DIES_AT_EVERY_LINE], capture_output=True, text=True, timeout=LONG, check=True)
+    assert int(script.stdout.split()[-1]) > 20, script.stdout
+    assert eventually(lambda: list(tmp_path.iterdir()) == []), list(tmp_path.iterdir())
 
 
 def test_an_owner_that_is_not_our_parent_is_dead(tmp_path):
@@ -205,6 +286,7 @@ import os, sys
 from headrace.executor import session
 os.environ[session.VARIABLE] = sys.argv[1]
 held = session.Session()
+held.make()
 print(held.path, flush=True)
 sys.stdin.read()
 """
@@ -212,7 +294,7 @@ sys.stdin.read()
 
 @pytest.mark.kill
 def test_the_next_session_removes_the_folder_of_one_that_was_killed_and_no_other(tmp_path, monkeypatch):
-    """A25: for a user process that is killed in the moment before it has a janitor."""
+    """A25: for a user process that is killed together with its janitor."""
     monkeypatch.setenv(session.VARIABLE, str(tmp_path))
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with contextlib.ExitStack() as stack:
@@ -225,6 +307,7 @@ def test_the_next_session_removes_the_folder_of_one_that_was_killed_and_no_other
         owners[0].kill()
         owners[0].wait(LONG)
         own = session.Session()
+        own.make()
         assert not killed.exists() and living.exists() and own.path.exists()
         own.remove()
         owners[1].stdin.close()

@@ -18,6 +18,9 @@ class LaunchedWorld(Protocol):
 
     pid: int
 
+    def go(self) -> None:
+        """The session folder is there, with all that the ranks need: start them."""
+
     @property
     def output_fd(self) -> int:
         """Readable end, non-blocking, of what the world writes to stdout and stderr; -1 once it has ended."""
@@ -45,7 +48,8 @@ class Launcher(Protocol):
         """One line: what is started, and with what."""
 
     def launch(self, folder: Path, bootstrap: Path, ranks: int) -> LaunchedWorld:
-        """Start ``ranks`` workers. ``folder`` takes what the runtime leaves on disk.
+        """Start whatever clears ``folder``, even should this process die while it makes it, and then, told to ``go``, starts ``ranks``
+        workers with the file ``bootstrap``. What the runtime leaves on disk goes into the folder.
 
         Raises StartupError when the world cannot even be started.
         """

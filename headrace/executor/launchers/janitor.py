@@ -1,10 +1,13 @@
 """Run as a script between the user process and the world: ``janitor.py OWNER_PID FOLDER COMMAND [ARG ...]``.
 
-It starts COMMAND (mpiexec), passes SIGTERM on to it, kills it at SIGUSR1, and exits as it exits: with its code, or with 128 plus the signal
-that killed it. When the owner dies first, by whatever signal and at whatever moment, it ends the command. Either way it removes the session
-folder before it exits: an owner that learns of the end by that exit may itself be dying, and then nobody else would. When the janitor is
-killed, the kernel kills the command. It only waits, so it costs nothing but its memory; only a few modules of the standard library may be
-imported here, since it runs with ``python -I -S`` and every start waits for it.
+It is there before the session folder is. Told to by a byte on stdin, it starts COMMAND (mpiexec), passes SIGTERM on to it, kills it at
+SIGUSR1, and exits as it exits: with its code, or with 128 plus the signal that killed it. When the owner dies first, by whatever signal and
+at whatever moment, it ends the command; when stdin ends without the byte, there is none. In every case it removes the session folder before
+it exits: an owner that learns of the end by that exit may itself be dying, and then nobody else would. When the janitor is killed, the
+kernel kills the command.
+
+Its parent has blocked both signals for it, or one that comes while Python starts would end it. It only waits, so it costs nothing but its
+memory; only a few modules of the standard library may be imported here, since it runs with ``python -I -S`` and every start waits for it.
 """
 
 import ctypes
@@ -23,25 +26,20 @@ GRACE = 0.3
 #: signal to the janitor -> signal to the command
 PASSED_ON: dict[int, int] = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGKILL}
 
-#: exit code when the owner was dead before the command was started, or died while it ran
+#: exit code when the owner was dead before the command was started, or gave up, or died while it ran
 EXIT_ORPHANED = 75
 
 
 def main() -> int:
     """Serve one command to its end."""
     owner_pid, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    try:
-        owner = os.pidfd_open(owner_pid)
-    except ProcessLookupError:
-        _remove(folder)
-        return EXIT_ORPHANED
-    # Looked at after the descriptor was opened: while the owner is our parent, its number cannot have gone to a stranger.
-    if os.getppid() != owner_pid:
+    # Until the child is there signals stay pending, so that none is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    owner = _wait_for_order(owner_pid)
+    if owner is None:
         _remove(folder)
         return EXIT_ORPHANED
     janitor = os.getpid()
-    # Before the fork, so that no signal is lost: until the child is there it stays pending.
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     child = os.fork()
     if child == 0:
         _become(command, janitor)
@@ -62,12 +60,25 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
+def _wait_for_order(owner_pid: int) -> "int | None":
+    """A descriptor of the owner once it wants the command started; None when it has died, or wants nothing any more."""
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        return None
+    # Looked at after the descriptor was opened: while the owner is our parent, its number cannot have gone to a stranger.
+    if os.getppid() != owner_pid or owner in _wait(None, owner, 0) or not os.read(0, 1):
+        return None
+    return owner
+
+
 def _become(command: list[str], janitor: int) -> None:
     """In the child: be ended with the janitor, and turn into the command."""
     # SIGKILL, for a command that is stopped would never get to SIGTERM. Its ranks end with it, and what it leaves lies in the folder.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # Had the janitor died before the call above, no signal would come.
     if os.getppid() == janitor:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         os.execv(command[0], command)
     os._exit(EXIT_ORPHANED)

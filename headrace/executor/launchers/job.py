@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -23,17 +24,28 @@ OUTPUT_LINES = 200
 
 
 def start_job(folder: Path, command: list[str], environment: Mapping[str, str], flavour: Flavour) -> Job:
-    """Start ``command`` under a janitor that clears ``folder``, in a session of its own, so that a terminal's Ctrl-C is ours to handle.
+    """Start a janitor that clears ``folder``, whether or not it is there yet, and starts ``command`` when it is told to go; in a session
+    of its own, so that a terminal's Ctrl-C is ours to handle.
 
     ``flavour``: whose exit codes it has. Raises StartupError.
     """
     argv = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *command]
+    # A process begins with the mask of the thread that starts it: a signal that comes before the janitor has a handler must wait for it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, janitor.PASSED_ON)
     try:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+            bufsize=0,
         )
     except OSError as error:
         raise StartupError(f"cannot start {argv[0]}: {error}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return Job(process, flavour)
 
 
@@ -44,12 +56,19 @@ class Job:
         self._process = process
         self._flavour = flavour
         self.pid = process.pid
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
+        self._orders = process.stdin
         self._output = process.stdout
         os.set_blocking(self._output.fileno(), False)
         self._ended = False
         self._partial = b""
         self._tail: deque[str] = deque(maxlen=OUTPUT_LINES)
+
+    def go(self) -> None:
+        """The folder is there, with all that the command needs. If the janitor is not, its own descriptor tells."""
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.write(b"!")
+        self._orders.close()
 
     @property
     def output_fd(self) -> int:
@@ -93,12 +112,15 @@ class Job:
 
     def kill(self, attempt: int) -> None:
         """SIGTERM, which the janitor passes on; then SIGUSR1, at which it kills the command; then SIGKILL for the janitor itself, whose
-        death the kernel passes on. Last, because without its janitor the session folder has nobody but us. One that is stopped goes on.
+        death the kernel passes on. Last, because without its janitor the session folder has nobody but us. One that is stopped goes on, and
+        one that was not told to go yet never will be.
         """
+        self._orders.close()
         self._process.send_signal((signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)[min(attempt, 2)])
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Close the pipe."""
+        """Close the pipes."""
         self._ended = True
+        self._orders.close()
         self._output.close()

@@ -128,7 +128,7 @@ class MpiLauncher:
         return f"MPI job by {self._mpi.mpiexec} ({self._mpi.flavour} {self._mpi.version}, {self._mpi.origin})"
 
     def launch(self, folder: Path, bootstrap: Path, ranks: int) -> Job:
-        """Start mpiexec. Raises StartupError."""
+        """Prepare to start mpiexec. Raises StartupError."""
         worker = [sys.executable, "-m", "headrace.worker", str(bootstrap)]
         job = [self._mpi.mpiexec, "-n", str(ranks), *worker]
         return start_job(folder, job, self._environment(folder), self._mpi.flavour)

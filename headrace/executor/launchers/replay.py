@@ -21,7 +21,7 @@ class ReplayLauncher:
         return f"a stand-in that replays {self._recording} at speed {self._speed:g}"
 
     def launch(self, folder: Path, bootstrap: Path, ranks: int) -> Job:
-        """Start it; it says hello for every rank."""
+        """Prepare to start it; it says hello for every rank."""
         stand_in = [sys.executable, "-m", "headrace.executor.stand_in", str(bootstrap), str(self._recording), str(self._speed)]
         # The same headrace as ours, also from a checkout that is not installed, and nothing that lies in the current folder.
         package_root = str(Path(__file__).resolve().parents[3])
