@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.base import Checkpoint, Span, expected_weights
+from headrace.checkpoint.base import Checkpoint, Span
 from headrace.checkpoint.config import ModelConfig
+from headrace.engine.models import family_of
 
 
 class MemoryCheckpoint(Checkpoint):
@@ -67,7 +68,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> MemoryCheckpoint:
     """Weights that keep activations near 1 and make every layer matter."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in expected_weights(config):
+    for name, shape in family_of(config).tensors(config):
         numbers = rng.standard_normal(shape)
         tensors[name] = (1 + 0.1 * numbers if len(shape) == 1 else numbers / np.sqrt(shape[1]) * 1.5).astype(np.float32)
     return MemoryCheckpoint(config, tensors)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.config import ModelConfig
-from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,41 +70,3 @@ class Checkpoint(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} at {str(self.path)!r}>"
-
-
-def expected_weights(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every weight that a model of this configuration needs."""
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    yield "model.norm.weight", (hidden,)
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-    }
-    for index in range(config.num_layers):
-        for name, shape in layer.items():
-            yield f"model.layers.{index}.{name}.weight", shape
-
-
-def check_weights(checkpoint: Checkpoint) -> None:
-    """Raise ModelError if a weight is missing, of a type that cannot be read, or of a shape that the configuration contradicts.
-
-    Stops at the first fault, so that an absurd number of layers costs no time.
-    """
-    for name, shape in expected_weights(checkpoint.config):
-        if not checkpoint.has(name):
-            raise ModelError(f"{checkpoint.path}: weight {name} is missing")
-        found = checkpoint.shape(name)
-        if found != shape:
-            raise ModelError(f"{checkpoint.path}: weight {name} has shape {list(found)}, the configuration asks for {list(shape)}")
-        checkpoint.nbytes(name)

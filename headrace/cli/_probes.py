@@ -156,7 +156,8 @@ def mpi_launcher(choice: str) -> Finding:
 
 def model_file(name: str) -> Finding:
     """The model, as far as its header tells."""
-    from headrace.checkpoint import open_checkpoint, resolve_model
+    from headrace.checkpoint import resolve_model
+    from headrace.engine.models import open_checkpoint
 
     try:
         path = resolve_model(name)

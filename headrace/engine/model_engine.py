@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.checkpoint import ModelConfig, open_checkpoint
+from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.kv_cache import KVCache, cache_limits
+from headrace.engine.models import open_checkpoint
 from headrace.engine.plan import StepPlan
 from headrace.engine.sampler import NO_TOKEN, RowSampling, sample
 from headrace.engine.scheduler import Chunk, Scheduler, State

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from headrace.checkpoint import open_checkpoint
 from headrace.checkpoint.huggingface import folder_name
+from headrace.engine.models import open_checkpoint
 from headrace.errors import ModelError
 from tests.gguf_writer import llama_weights
 
@@ -131,16 +131,20 @@ def test_configurations(tmp_path: Path, config: dict[str, Any], field: str, expe
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] is not supported; LlamaForCausalLM is"),
+        ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] is not supported; LlamaForCausalLM, Mistral"),
         ({"architectures": ..., "model_type": "t5"}, r"\['t5'\] is not supported"),
         ({"architectures": [5]}, "is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling asks for 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling asks for 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters asks for 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+        ({"rope_scaling": {"type": "linear", "factor": -2.0}}, r"factor is -2\.0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaling 'dynamic' is not supported; linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor is '4'"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor is None, not a list"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 factors for 8 frequencies"),
+        ({"partial_rotary_factor": 0.2}, "rotary_dim is 3"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', not an object"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"attention_bias": True}, r"self_attn\.q_proj\.bias is missing"),
+        ({"mlp_bias": True}, r"mlp\.gate_proj\.bias is missing"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": ...}, "hidden_size is None; it must be a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
@@ -149,7 +153,8 @@ def test_configurations(tmp_path: Path, config: dict[str, Any], field: str, expe
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"num_key_value_heads": ...}, r"k_proj\.weight has shape \[32, 64\], the configuration asks for \[64, 64\]"),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
-        ({"num_hidden_layers": 10**9}, r"model\.layers\.2\.input_layernorm\.weight is missing"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000: at most 65536"),
+        ({"num_hidden_layers": 3}, r"model\.layers\.2\.input_layernorm\.weight is missing"),
         ({"eos_token_id": "2"}, "eos_token_id '2' is neither"),
         ({"bos_token_id": 64}, "special token id 64 is outside"),
         ({"bos_token_id": "1"}, "special token id '1' is outside"),

@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from headrace.checkpoint import Checkpoint, ModelConfig, open_checkpoint, resolve_model
+from headrace.checkpoint import Checkpoint, ModelConfig, resolve_model
+from headrace.engine.models import open_checkpoint
 
 pytestmark = pytest.mark.model
 

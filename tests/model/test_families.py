@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from headrace.checkpoint import open_checkpoint
 from headrace.config import EngineConfig
 from headrace.engine.base import EngineRequest, Float32, SingleRank
 from headrace.engine.model_engine import ModelEngine
-from headrace.engine.models import family_of
-from headrace.engine.models.decoder import Shard, partition
+from headrace.engine.models import family_of, open_checkpoint
+from headrace.engine.models.shard import Shard, partition
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.torch_runner import TorchRunner
 from headrace.errors import ModelError
@@ -209,7 +208,7 @@ def test_a_split_that_leaves_a_rank_without_work_is_refused(changes: dict[str, A
 
 
 def test_a_family_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ModelError, match="model family 'mamba' is not supported; supported: llama"):
+    with pytest.raises(ModelError, match="model family 'mamba' is not supported; supported: gemma2, gemma3, llama"):
         family_of(tiny_config(family="mamba"))
 
 
@@ -224,7 +223,7 @@ def test_weights_and_cache_may_be_stored_in_half_the_bytes(dtype: str, tolerance
     assert runner.dtype == dtype
     error = np.abs(logits_of(runner, tokens) - expected).max()
     assert error <= tolerance and (dtype == "float32" or error > 1e-5), "half the bytes cannot give the same numbers"
-    assert {layer.cache.element_size() for layer in runner._layers} == {4 if dtype == "float32" else 2}
+    assert {layer.cache.element_size() for layer in runner._decoder.layers} == {4 if dtype == "float32" else 2}
 
 
 def test_logits_do_not_depend_on_torch_packing_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +245,7 @@ def test_a_closed_runner_holds_no_weights() -> None:
     runner = runner_of(random_model(tiny_config()))
     runner.close()
     runner.close()
-    assert not runner._layers
+    assert not runner._decoder.layers
 
 
 # --- the engine over it ---------------------------------------------------------------------------------------------------------------

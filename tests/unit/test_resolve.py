@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoint import open_checkpoint, resolve_model
+from headrace.checkpoint import resolve_model
+from headrace.engine.models import open_checkpoint
 from headrace.errors import ModelError
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

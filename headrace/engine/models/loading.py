@@ -6,7 +6,8 @@ import numpy as np
 
 from headrace.checkpoint import Checkpoint
 from headrace.engine.base import Float32, ProgressHook
-from headrace.engine.models.decoder import Axis, DecoderFamily, Shard, Weight
+from headrace.engine.models.decoder import Axis, DecoderFamily, Weight
+from headrace.engine.models.shard import Shard
 
 
 class ShardReader:
@@ -18,6 +19,8 @@ class ShardReader:
         self._progress = progress
         self._total = sum(self._nbytes(weight) for weight in family.weights(checkpoint.config))
         self._done = 0
+        # What a norm weight is stored less.
+        self._offset = 0.0 if checkpoint.config.norms_are_complete else family.norm_offset
         progress("load", 0, self._total)
 
     def read(self, *weights: Weight) -> Float32:
@@ -25,18 +28,21 @@ class ShardReader:
         parts = [self._slice(weight) for weight in weights]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def read_norm(self, weight: Weight) -> Float32:
+        """What a norm multiplies by."""
+        weights = self._slice(weight)
+        weights += self._offset
+        return weights
+
     def _slice(self, weight: Weight) -> Float32:
-        span = self._shard.span(weight.share)
-        if weight.axis is Axis.ROWS:
-            array = self._checkpoint.tensor(weight.name, rows=span)
-        else:
-            array = self._checkpoint.tensor(weight.name, columns=span)
+        array = self._checkpoint.tensor(weight.name, rows=self._shard.rows(weight), columns=self._shard.columns(weight))
         self._done += self._nbytes(weight)
         self._progress("load", self._done, self._total)
         return array
 
     def _nbytes(self, weight: Weight) -> int:
-        stored, span = self._checkpoint.nbytes(weight.name), self._shard.span(weight.share)
+        stored = self._checkpoint.nbytes(weight.name)
+        span = self._shard.columns(weight) or self._shard.rows(weight)
         if span is None:
             return stored
-        return stored * (span[1] - span[0]) // self._checkpoint.shape(weight.name)[weight.axis.value]
+        return stored * (span[1] - span[0]) // self._checkpoint.shape(weight.name)[0 if weight.axis is Axis.ROWS else 1]

@@ -8,7 +8,7 @@ The g queries of a KV head take the place of g tokens of one sequence that see t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,10 +27,33 @@ Int64 = npt.NDArray[np.int64]
 MAX_PADDING = 2
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """How one layer attends.
+
+    Attributes:
+        window: a token sees itself and ``window - 1`` tokens before it; None: all before it.
+        scale: of the products of queries and keys.
+        softcap: such a product x becomes c * tanh(x / c); None: it stays.
+    """
+
+    window: int | None
+    scale: float
+    softcap: float | None
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """[..., n, D] over [..., m, D]. ``mask``: 0 or -inf, broadcast over [..., n, m]; None: n = m, and each sees those before it."""
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        scores = (queries @ keys.transpose(-1, -2)).mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+        scores += causal_mask(0, queries.shape[-2]) if mask is None else mask
+        return scores.softmax(-1) @ values
+
+
 class Rows(Protocol):
     """Tokens that are attended to together."""
 
-    def attend(self, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
+    def attend(self, kind: AttentionKind, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
         """Write their attention to ``out``.
 
         ``queries``, ``out``: [T, G, g, D]. ``fresh``: [T, 2G, D], keys and values of this step, which ``cache`` has already.
@@ -39,38 +62,37 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """B sequences with one token each. ``blocks``: [B * N]. ``mask``: [B, 1, 1, N * tokens_per_block], 0 or -inf."""
+    """B sequences with one token each. ``blocks``: [B * N]. ``masks``: by window, [B, 1, 1, N * tokens_per_block], 0 or -inf."""
 
     rows: Tensor | slice
     blocks: Tensor
-    mask: Tensor
+    masks: Mapping[int | None, Tensor]
 
-    def attend(self, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
+    def attend(self, kind: AttentionKind, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
         """See ``Rows``."""
-        groups = queries.shape[1]
-        kv = cache.index_select(0, self.blocks).view(len(self.mask), -1, *cache.shape[2:]).float().transpose(1, 2)
-        out[self.rows] = F.scaled_dot_product_attention(queries[self.rows], kv[:, :groups], kv[:, groups:], attn_mask=self.mask)
+        groups, mask = queries.shape[1], self.masks[kind.window]
+        kv = cache.index_select(0, self.blocks).view(len(mask), -1, *cache.shape[2:]).float().transpose(1, 2)
+        out[self.rows] = kind.attend(queries[self.rows], kv[:, :groups], kv[:, groups:], mask)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """n tokens of one sequence after ``context - n`` earlier ones. ``mask``: [n, context], 0 or -inf; None: nothing came before."""
+    """n tokens of one sequence after ``context - n`` earlier ones. ``masks``: by window, [n, context], 0 or -inf; None: see ``attend``."""
 
     rows: slice
     context: int
     blocks: Tensor
-    mask: Tensor | None
+    masks: Mapping[int | None, Tensor | None]
 
-    def attend(self, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
+    def attend(self, kind: AttentionKind, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
         """See ``Rows``."""
         groups, shared = queries.shape[1:3]
         # A prompt without a past sees only itself, which needs no gathering.
-        kv = fresh[self.rows] if self.mask is None else cache.index_select(0, self.blocks).flatten(0, 1)[: self.context].float()
+        alone = self.rows.stop - self.rows.start == self.context
+        kv = fresh[self.rows] if alone else cache.index_select(0, self.blocks).flatten(0, 1)[: self.context].float()
         # KV heads as the batch, their query heads as the heads, with stride 0 in keys and values.
         kv = kv.transpose(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
-        attended = F.scaled_dot_product_attention(
-            queries[self.rows].permute(1, 2, 0, 3), kv[:groups], kv[groups:], attn_mask=self.mask, is_causal=self.mask is None
-        )
+        attended = kind.attend(queries[self.rows].permute(1, 2, 0, 3), kv[:groups], kv[groups:], self.masks[kind.window])
         out[self.rows] = attended.permute(2, 0, 1, 3)
 
 
@@ -95,8 +117,8 @@ class StepIndex:
     groups: tuple[Rows, ...]
 
     @classmethod
-    def of(cls, plan: StepPlan, tokens_per_block: int) -> StepIndex:
-        """Work out the indices of a plan."""
+    def of(cls, plan: StepPlan, tokens_per_block: int, windows: Sequence[int | None] = (None,)) -> StepIndex:
+        """Work out the indices of a plan, with masks for these windows of attention."""
         layout = _Layout.of(plan, tokens_per_block)
         positions = np.arange(len(plan.tokens)) + np.repeat(plan.starts - layout.firsts, plan.lengths)
         blocks = plan.tables[np.repeat(layout.offsets, plan.lengths) + positions // tokens_per_block].astype(np.int64)
@@ -108,7 +130,7 @@ class StepIndex:
             slots=_tensor(blocks * tokens_per_block + positions % tokens_per_block),
             stale=_tensor(plan.tables[(layout.offsets + layout.num_blocks - 1)[begun & unfilled]]),
             samples=_tensor(plan.samples),
-            groups=(*layout.decode_groups(), *layout.prefills()),
+            groups=(*layout.decode_groups(windows), *layout.prefills(windows)),
         )
 
 
@@ -137,7 +159,7 @@ class _Layout:
         firsts = np.cumsum(plan.lengths, dtype=np.int64) - plan.lengths
         return cls(plan, tokens_per_block, firsts, contexts, num_blocks, np.cumsum(num_blocks) - num_blocks)
 
-    def decode_groups(self) -> Iterator[DecodeRows]:
+    def decode_groups(self, windows: Sequence[int | None]) -> Iterator[DecodeRows]:
         """The sequences with one token, shortest first, cut into groups of similar length."""
         decoding = np.flatnonzero(self.plan.lengths == 1)
         ordered = decoding[np.argsort(self.num_blocks[decoding], kind="stable")]
@@ -148,15 +170,19 @@ class _Layout:
             place = np.arange(self.num_blocks[members].max())
             place = np.where(place < self.num_blocks[members][:, None], place, 0)
             tokens = np.arange(place.shape[1] * self.tokens_per_block)
-            mask = np.where(tokens < self.contexts[members][:, None], np.float32(0), np.float32(-np.inf))
+            ends = self.contexts[members][:, None]
+            masks = {}
+            for window in windows:
+                seen = tokens < ends if window is None else (tokens < ends) & (tokens >= ends - window)
+                masks[window] = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).view(size, 1, 1, -1)
             rows = self.firsts[members]
             yield DecodeRows(
                 rows=slice(int(rows[0]), int(rows[-1]) + 1) if rows[-1] - rows[0] + 1 == size else _tensor(rows),
                 blocks=_tensor(self.plan.tables[self.offsets[members][:, None] + place].reshape(-1)),
-                mask=torch.from_numpy(mask).view(size, 1, 1, -1),
+                masks=masks,
             )
 
-    def prefills(self) -> Iterator[PrefillRows]:
+    def prefills(self, windows: Sequence[int | None]) -> Iterator[PrefillRows]:
         """The sequences with several tokens."""
         for sequence in np.flatnonzero(self.plan.lengths > 1).tolist():
             row, offset = int(self.firsts[sequence]), int(self.offsets[sequence])
@@ -165,11 +191,18 @@ class _Layout:
                 rows=slice(row, row + length),
                 context=start + length,
                 blocks=_tensor(self.plan.tables[offset : offset + int(self.num_blocks[sequence])]),
-                mask=_causal_mask(start, length) if start else None,
+                masks={window: _mask(start, length, window) for window in windows},
             )
 
 
-def _causal_mask(start: int, length: int) -> Tensor:
+def _mask(start: int, length: int, window: int | None) -> Tensor | None:
+    """None where the mask of a prompt without a past will do."""
+    if window is None or start + length <= window:
+        return causal_mask(start, length) if start else None
+    return causal_mask(start, length) + torch.full((length, start + length), -torch.inf).tril_(start - window)
+
+
+def causal_mask(start: int, length: int) -> Tensor:
     """[length, start + length]: token ``start + i`` sees the tokens up to itself."""
     return torch.full((length, start + length), -torch.inf).triu_(start + 1)
 

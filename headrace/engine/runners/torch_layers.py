@@ -21,35 +21,37 @@ Linear = Callable[[Tensor], Tensor]
 PACKED_ROWS = 32
 
 
-def linear(weight: Float32, dtype: torch.dtype) -> Linear:
-    """Multiplication by ``weight`` [out, in], stored as ``dtype``.
+def linear(weight: Float32, dtype: torch.dtype, bias: Float32 | None = None) -> Linear:
+    """Multiplication by ``weight`` [out, in], stored as ``dtype``, plus ``bias`` [out].
 
     float32 weights are packed for oneDNN, with which small batches (2 to 32 rows) take half the time of torch's own matrix product.
     """
     tensor = torch.from_numpy(weight)
+    added = None if bias is None else torch.from_numpy(bias)
     if dtype is torch.float32 and _can_pack():
-        return functools.partial(_packed_product, torch.ops.mkldnn._reorder_linear_weight(tensor, PACKED_ROWS))
-    return functools.partial(_plain_product, tensor.to(dtype))
+        return functools.partial(_packed_product, torch.ops.mkldnn._reorder_linear_weight(tensor, PACKED_ROWS), added)
+    return functools.partial(_plain_product, tensor.to(dtype), added)
 
 
-def _plain_product(weight: Tensor, x: Tensor) -> Tensor:
-    return F.linear(x.to(weight.dtype), weight).float()
+def _plain_product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    product = F.linear(x.to(weight.dtype), weight).float()
+    return product if bias is None else product.add_(bias)
 
 
-def _packed_product(weight: Tensor, x: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+def _packed_product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 
 
 @functools.cache
 def _can_pack() -> bool:
     """Whether torch's packed product is there and right: it is an operator for torch's own compiler, so it is tried, not relied on."""
-    x, weight = torch.eye(3, 5), torch.arange(20.0).reshape(4, 5)
+    x, weight, bias = torch.eye(3, 5), torch.arange(20.0).reshape(4, 5), torch.arange(4.0)
     try:
-        product = _packed_product(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS), x)
+        product = _packed_product(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS), bias, x)
     except (AttributeError, RuntimeError, TypeError, NotImplementedError):
         return False
-    return torch.equal(product, F.linear(x, weight))
+    return torch.equal(product, F.linear(x, weight, bias))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,20 +60,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))).mul_(weight)
 
 
-def rotary_table(head_dim: int, theta: float, length: int) -> Tensor:
-    """Rotations exp(i * position * theta^(-2j / head_dim)), complex64 [length, 1, head_dim / 2] (Su et al.: "RoFormer", 2021)."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    angles = np.outer(np.arange(length), frequencies)
-    return torch.from_numpy(np.exp(1j * angles).astype(np.complex64)).unsqueeze(1)
+def rotary_table(frequencies: npt.NDArray[np.float64], scale: float, head_dim: int, length: int) -> Tensor:
+    """Rotations scale * exp(i * position * frequency), complex64 [length, 1, head_dim / 2].
 
-
-def interleave_rotary(weight: Float32, head_dim: int) -> Float32:
-    """Rows [heads * head_dim, in] from rotate-half order to pairs side by side, so that a rotation is one complex product.
-
-    Queries and keys are permuted alike, which their products do not notice.
+    ``frequencies`` may be of fewer pairs than a head has; the others stay as they are.
     """
-    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+    table = np.ones((length, head_dim // 2), np.complex64)
+    table[:, : len(frequencies)] = scale * np.exp(1j * np.outer(np.arange(length), frequencies))
+    return torch.from_numpy(table).unsqueeze(1)
+
+
+def interleave_rotary(rows: Float32, head_dim: int, rotary_dim: int) -> Float32:
+    """Rows [heads * head_dim, ...] from rotate-half order to pairs side by side, so that a rotation is one complex product.
+
+    Of each head the first ``rotary_dim`` are rotated. Queries and keys are permuted alike, which their products do not notice.
+    """
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    halves = heads[:, :rotary_dim].reshape(-1, 2, rotary_dim // 2, *rows.shape[1:])
+    rotated = halves.swapaxes(1, 2).reshape(-1, rotary_dim, *rows.shape[1:])
+    return np.concatenate([rotated, heads[:, rotary_dim:]], axis=1).reshape(rows.shape)
 
 
 def rotate(heads: Tensor, rotations: Tensor) -> None:

@@ -1,0 +1,232 @@
+"""One rank's share of a decoder in PyTorch: its weights, and what they compute. What a family has is in its description, not here.
+
+Weights and KV cache are stored in the chosen type; the residual stream, attention and the sums over ranks are float32.
+Shapes: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.checkpoint import Checkpoint
+from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
+from headrace.engine.models import family_of
+from headrace.engine.models.decoder import Activation, Weight
+from headrace.engine.models.loading import ShardReader
+from headrace.engine.models.rope import frequencies
+from headrace.engine.models.shard import Shard
+from headrace.engine.runners.torch_attention import AttentionKind, StepIndex
+from headrace.engine.runners.torch_layers import Linear, interleave_rotary, linear, rms_norm, rotary_table, rotate, zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's share. Norms that the family lacks are None.
+
+    Attributes:
+        qkv: query, key and value heads.
+        head_norms: of each query and key head, [heads, head_dim].
+        cache: [num_blocks, tokens_per_block, 2 * kv_heads, head_dim].
+        local: whether it rotates by the table of layers with a window.
+    """
+
+    attention_norm: Tensor
+    qkv: Linear
+    head_norms: Tensor | None
+    output: Linear
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm: Tensor | None
+    cache: Tensor
+    kind: AttentionKind
+    local: bool
+
+
+class TorchDecoder:
+    """The model of one rank.
+
+    Attributes:
+        windows: those of its layers' attention, for ``StepIndex.of``.
+        layers: in their order.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        collectives: Collectives,
+        dtype: torch.dtype,
+        progress: ProgressHook,
+        *,
+        num_blocks: int,
+        tokens_per_block: int,
+        max_seq_len: int,
+    ) -> None:
+        """Load this rank's share. Raises ModelError if the model or its split is not possible."""
+        self._model = model = checkpoint.config
+        self._family = family = family_of(model)
+        self._collectives = collectives
+        self._dtype = dtype
+        self._shard = shard = Shard.of(model, collectives.rank, collectives.size)
+        self._vocabulary_widths = [
+            stop - start for start, stop in (Shard.of(model, rank, collectives.size).vocabulary for rank in range(collectives.size))
+        ]
+        self._reader = reader = ShardReader(checkpoint, family, shard, progress)
+        embedding = reader.read(family.embedding)
+        self._embedding = torch.from_numpy(embedding).to(dtype)
+        self._embedding_scale = math.sqrt(model.hidden_size) if family.scaled_embedding else 1.0
+        # One zeroed tensor for all layers: it is the bulk of the memory, and takes it only as blocks are first used.
+        self._cache = zeros((model.num_layers, num_blocks, tokens_per_block, 2 * shard.num_kv_heads, model.head_dim), dtype)
+        self.layers = [self._load_layer(index, self._cache[index]) for index in range(model.num_layers)]
+        self._final_norm = torch.from_numpy(reader.read_norm(family.final_norm))
+        self._head = linear(embedding if model.tie_word_embeddings else reader.read(family.head), dtype)
+        self.windows = tuple({layer.kind.window: None for layer in self.layers})
+        self._activation = F.silu if family.activation is Activation.SILU else _gelu_tanh
+        # By ``Layer.local``.
+        self._rotations = {
+            local: rotary_table(*frequencies(model, max_seq_len, local=local), model.head_dim, max_seq_len)
+            for local in {layer.local for layer in self.layers}
+        }
+        del self._reader  # it holds the checkpoint
+
+    def _load_layer(self, index: int, cache: Tensor) -> Layer:
+        model, family, reader = self._model, self._family, self._reader
+
+        def read(*weights: Weight) -> Float32:
+            return reader.read(*(family.layer(weight, index) for weight in weights))
+
+        def read_norm(weight: Weight | None) -> Tensor | None:
+            return None if weight is None else torch.from_numpy(reader.read_norm(family.layer(weight, index)))
+
+        def read_heads(query: Weight, key: Weight, value: Weight) -> Float32:
+            heads = interleave_rotary(read(query, key), model.head_dim, model.num_rotated)
+            return np.concatenate([heads, read(value)])
+
+        def summed_bias(weight: Weight) -> Float32 | None:
+            """Ranks add up what they have, so one of them adds the bias; the others read it for the sake of progress in bytes."""
+            bias = read(weight.bias)
+            return bias if self._collectives.rank == 0 else None
+
+        query, key, value, gate, up = family.query, family.key, family.value, family.gate, family.up
+        window = model.window(index)
+        attention_norm, mlp_norm = read_norm(family.attention_norm), read_norm(family.mlp_norm)
+        assert attention_norm is not None and mlp_norm is not None
+        return Layer(
+            attention_norm=attention_norm,
+            qkv=linear(
+                read_heads(query, key, value), self._dtype, read_heads(query.bias, key.bias, value.bias) if model.qkv_bias else None
+            ),
+            head_norms=self._head_norms(read_norm(family.query_norm), read_norm(family.key_norm)),
+            output=linear(read(family.output), self._dtype, summed_bias(family.output) if model.output_bias else None),
+            post_attention_norm=read_norm(family.post_attention_norm),
+            mlp_norm=mlp_norm,
+            gate_up=linear(read(gate, up), self._dtype, read(gate.bias, up.bias) if model.mlp_bias else None),
+            down=linear(read(family.down), self._dtype, summed_bias(family.down) if model.mlp_bias else None),
+            post_mlp_norm=read_norm(family.post_mlp_norm),
+            cache=cache,
+            kind=AttentionKind(
+                window=window,
+                scale=model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale,
+                softcap=model.attention_softcap,
+            ),
+            local=window is not None and model.local_rope_theta is not None,
+        )
+
+    def _head_norms(self, query: Tensor | None, key: Tensor | None) -> Tensor | None:
+        """Weights [head_dim] of query and key heads to one row for each head, in the order of interleaved RoPE."""
+        if query is None or key is None:
+            return None
+        model, shard = self._model, self._shard
+        rows = [*[query.numpy()] * shard.num_query_heads, *[key.numpy()] * shard.num_kv_heads]
+        return torch.from_numpy(interleave_rotary(np.concatenate(rows), model.head_dim, model.num_rotated).reshape(len(rows), -1))
+
+    def copy_blocks(self, copies: Int32) -> None:
+        """Make ``StepPlan.copies``."""
+        # [layers, blocks, tokens, ...]: a block is copied for all layers at once.
+        for source, target, count in copies.reshape(-1, 3).tolist():
+            self._cache[:, target, :count] = self._cache[:, source, :count]
+            self._cache[:, target, count:] = 0
+
+    def forward(self, index: StepIndex) -> Tensor:
+        """The residual stream behind the last layer, [T, hidden]."""
+        x = self._embed(index.tokens)
+        rotations = {local: table[index.positions] for local, table in self._rotations.items()}
+        for layer in self.layers:
+            x += self._attention(layer, x, rotations[layer.local], index)
+            x += self._mlp(layer, x)
+        return x
+
+    def logits(self, x: Tensor) -> Float32 | None:
+        """Of rows of the residual stream, [rows, hidden]: [rows, vocabulary] on rank 0."""
+        x = self._head(self._norm(x, self._final_norm))
+        if self._model.final_softcap is not None:
+            x = x.div_(self._model.final_softcap).tanh_().mul_(self._model.final_softcap)
+        return self._collectives.gather_columns(x.numpy(), self._vocabulary_widths)
+
+    def close(self) -> None:
+        """Drop weights and cache. May be called again."""
+        if self.layers:
+            self.layers.clear()
+            del self._embedding, self._head, self._cache
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[T, hidden]. Each rank has the rows of its part of the vocabulary and adds zeros for the others."""
+        if self._collectives.size == 1:
+            x = F.embedding(tokens, self._embedding).float()
+        else:
+            start, stop = self._shard.vocabulary
+            x = F.embedding((tokens - start).clamp_(0, stop - start - 1), self._embedding).float()
+            x[(tokens < start) | (tokens >= stop)] = 0
+            self._sum(x)
+        return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
+
+    def _attention(self, layer: Layer, x: Tensor, rotations: Tensor, index: StepIndex) -> Tensor:
+        """[T, hidden] -> [T, hidden], summed over ranks."""
+        shard, head_dim = self._shard, self._model.head_dim
+        groups, rows = shard.num_kv_heads, len(x)
+        heads = layer.qkv(self._norm(x, layer.attention_norm)).view(rows, -1, head_dim)
+        if layer.head_norms is not None:
+            heads[:, :-groups] = self._norm(heads[:, :-groups], layer.head_norms)
+        rotate(heads[:, :-groups], rotations)
+        queries, fresh = heads[:, : -2 * groups], heads[:, -2 * groups :]
+        if len(index.stale):
+            layer.cache.index_fill_(0, index.stale, 0)
+        layer.cache.flatten(0, 1).index_copy_(0, index.slots, fresh.to(layer.cache.dtype))
+        # Where ranks share a KV head some of its query heads are elsewhere; their slots stay zero here and their results are not used.
+        slots = slice(shard.first_slot, shard.first_slot + shard.num_query_heads)
+        if shard.num_query_heads < groups * shard.group_size:
+            padded = queries.new_zeros(rows, groups * shard.group_size, head_dim)
+            padded[:, slots] = queries
+            queries = padded
+        queries = queries.view(rows, groups, shard.group_size, head_dim)
+        attended = torch.empty(queries.shape)
+        for group in index.groups:
+            group.attend(layer.kind, queries, fresh, layer.cache, attended)
+        out = self._sum(layer.output(attended.flatten(1, 2)[:, slots].reshape(rows, -1)))
+        return out if layer.post_attention_norm is None else self._norm(out, layer.post_attention_norm)
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden], summed over ranks."""
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+        out = self._sum(layer.down(self._activation(gate).mul_(up)))
+        return out if layer.post_mlp_norm is None else self._norm(out, layer.post_mlp_norm)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._model.rms_norm_eps)
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        """In place, through a view: no copy."""
+        if self._collectives.size > 1:
+            self._collectives.all_reduce(partial.numpy())
+        return partial
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
