@@ -14,6 +14,7 @@ from headrace.version import __version__
 _HOMES = {
     "LLM": "headrace.llm",
     "SamplingParams": "headrace.params",
+    "LoraRequest": "headrace.lora",
     "GuidedDecodingParams": "headrace.params",
     "RequestOutput": "headrace.outputs",
     "CompletionOutput": "headrace.outputs",
@@ -34,6 +35,7 @@ __all__ = [
     "EngineDeadError",
     "GuidedDecodingParams",
     "HeadraceError",
+    "LoraRequest",
     "ModelError",
     "QueueFullError",
     "RequestError",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         StartupError,
     )
     from headrace.llm import LLM
+    from headrace.lora import LoraRequest
     from headrace.outputs import CompletionOutput, RequestOutput
     from headrace.params import GuidedDecodingParams, SamplingParams
 

@@ -12,7 +12,8 @@ CapacityPolicy = Literal["MAX_UTILIZATION", "GUARANTEED_NO_EVICT"]
 
 
 class EchoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The echo engine: no model; token i of a request is prompt[i % len(prompt)] shifted by i // len(prompt), modulo the vocabulary.
+    """The echo engine: no model; token i of a request is prompt[i % len(prompt)] shifted by i // len(prompt), modulo the vocabulary, and by
+    the seed where it samples. Logprobs and logits are made up, the same ones for a token wherever it stands.
 
     Attributes:
         vocab_size: size of its vocabulary; id 0 is its end of sequence and is never generated.

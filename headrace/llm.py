@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from headrace.config import DType, EchoConfig, EngineConfig, EngineFacts, Runner
-from headrace.errors import ModelError, QueueFullError, RequestError
+from headrace.errors import QueueFullError, RequestError
+from headrace.lora import LoraRequest
 from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
+from headrace.requests import Prompt, RequestMaker, is_one_prompt
 
 if TYPE_CHECKING:
     from headrace.executor.lifecycle import RestartPolicy
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from headrace.executor.result import GenerationResult
     from headrace.text.tokenizer import Tokenizer
 
-#: a text, the ids of one prompt, or a mapping with "prompt" or "prompt_token_ids"
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 ProgressListener: TypeAlias = Callable[[int, str, int, int], None]
 
@@ -104,11 +104,11 @@ class LLM:
 
             path = str(resolve_model(str(model)).resolve())
         source = tokenizer if tokenizer is not None else (path if path != "echo" else None)
-        self._tokenizer = None
+        loaded: Tokenizer | None = None
         if runner == "echo" and source is not None and echo is None:
             # Its vocabulary is that of the tokenizer, so that it answers texts with texts.
-            self._tokenizer = _load_tokenizer(source)
-            echo = EchoConfig(vocab_size=self._tokenizer.vocab_size)
+            loaded = _load_tokenizer(source)
+            echo = EchoConfig(vocab_size=loaded.vocab_size)
         config = EngineConfig(
             model=path,
             runner=runner,
@@ -137,8 +137,9 @@ class LLM:
         )
         try:
             self._executor.launch()
-            if self._tokenizer is None and source is not None:
-                self._tokenizer = _load_tokenizer(source)  # while the world loads
+            if loaded is None and source is not None:
+                loaded = _load_tokenizer(source)  # while the world loads
+            self._requests = RequestMaker(loaded)
             self.facts: EngineFacts = self._executor.wait_ready()
         except BaseException:
             self._executor.close()
@@ -165,9 +166,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError for the echo engine without one."""
-        if self._tokenizer is None:
-            raise ModelError("the echo engine has no tokenizer: give prompts as token ids, or LLM(tokenizer=...)")
-        return self._tokenizer
+        return self._requests.tokenizer
 
     @property
     def executor(self) -> GenerationExecutorProxy:
@@ -175,22 +174,43 @@ class LLM:
         return self._executor
 
     @overload
-    def generate(self, inputs: str, sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput: ...
-    @overload
     def generate(
-        self, inputs: Mapping[str, Any], sampling_params: SamplingParams | None = None, use_tqdm: bool = True
+        self,
+        inputs: str | Mapping[str, Any],
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequest | None = None,
+        cache_salt: str | None = None,
     ) -> RequestOutput: ...
     @overload
-    def generate(self, inputs: Sequence[int], sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput: ...
+    def generate(
+        self,
+        inputs: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequest | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput: ...
     @overload
     def generate(
         self,
         inputs: list[str] | list[list[int]] | list[Mapping[str, Any]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequest | Sequence[LoraRequest | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]: ...
     def generate(
-        self, inputs: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequest | Sequence[LoraRequest | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one prompt, or a list of them side by side, and wait.
 
@@ -198,16 +218,18 @@ class LLM:
             inputs: one prompt (a text, a list of ints, a mapping with "prompt" or "prompt_token_ids"), or a list of prompts.
             sampling_params: for all of them, or one for each.
             use_tqdm: show a bar for a list, where stderr is a terminal.
+            lora_request: the adapter to run them with; for all of them, or one for each.
+            cache_salt: only requests of the same salt share what is cached of their prompts; for all of them, or one for each.
 
         Raises:
             RequestError: a prompt is refused; nothing was sent.
             EngineDeadError: the world died.
         """
-        if _is_one_prompt(inputs):
+        if is_one_prompt(inputs):
             if isinstance(sampling_params, Sequence):
                 raise RequestError("one prompt takes one SamplingParams, not a list of them")
-            return self.generate_async(inputs, sampling_params).result()
-        return self._answer_all(self._prepare(inputs, sampling_params), use_tqdm)
+            return self._submit(self._requests.many([inputs], sampling_params, lora_request, cache_salt))[0].result()
+        return self._answer_all(self._requests.many(inputs, sampling_params, lora_request, cache_salt), use_tqdm)
 
     def generate_async(
         self,
@@ -217,10 +239,12 @@ class LLM:
         *,
         priority: float = 0.5,
         timeout: float | None = None,
+        lora_request: LoraRequest | None = None,
+        cache_salt: str | None = None,
     ) -> GenerationResult:
         """Start one request and return its handle: ``.result(timeout)``, ``await``, ``for``, ``async for``, ``.abort()``.
 
-        Dropping the handle cancels the request.
+        Dropping the handle cancels the request, and so does cancelling every task that waits for it.
 
         Args:
             inputs: a text, a list of ints, a mapping with "prompt" or "prompt_token_ids".
@@ -228,41 +252,78 @@ class LLM:
             streaming: iterating over the handle yields as tokens arrive.
             priority: higher runs first; equal ones keep their order.
             timeout: seconds after which the request ends with ``finish_reason="timeout"`` and what it has; None: no deadline.
+            lora_request: the adapter to run it with.
+            cache_salt: only requests of the same salt share what is cached of their prompts.
 
         Raises:
             RequestError: the prompt is refused.
             QueueFullError: too much waits already; ``retry_after`` is a hint in seconds.
             EngineDeadError, ClosedError: there is no world.
         """
-        request = self._request(inputs, sampling_params or SamplingParams(), streaming)
+        request = self._requests.one(inputs, sampling_params, streaming)
         request.priority, request.timeout = priority, timeout
+        request.lora, request.cache_salt = lora_request, cache_salt
         return self._submit([request])[0]
 
     @overload
-    def chat(self, messages: Conversation, sampling_params: SamplingParams | None = None, use_tqdm: bool = True) -> RequestOutput: ...
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequest | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput: ...
     @overload
     def chat(
         self,
         messages: Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequest | Sequence[LoraRequest | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]: ...
     def chat(
-        self, messages: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequest | Sequence[LoraRequest | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one conversation, a list of {"role": ..., "content": ...}, or a list of them, through the model's chat template."""
         if messages and isinstance(messages[0], Mapping):
             if isinstance(sampling_params, Sequence):
                 raise RequestError("one conversation takes one SamplingParams, not a list of them")
-            return self.chat_async(messages, sampling_params).result()
+            prompts = [self._chat_prompt(messages)]
+            return self._submit(self._requests.many(prompts, sampling_params, lora_request, cache_salt))[0].result()
         prompts = [self._chat_prompt(conversation) for conversation in messages]
-        return self._answer_all(self._prepare(prompts, sampling_params), use_tqdm)
+        return self._answer_all(self._requests.many(prompts, sampling_params, lora_request, cache_salt), use_tqdm)
 
     def chat_async(
-        self, messages: Conversation, sampling_params: SamplingParams | None = None, streaming: bool = False
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        streaming: bool = False,
+        *,
+        priority: float = 0.5,
+        timeout: float | None = None,
+        lora_request: LoraRequest | None = None,
+        cache_salt: str | None = None,
     ) -> GenerationResult:
         """As ``generate_async``, for one conversation."""
-        return self.generate_async(self._chat_prompt(messages), sampling_params, streaming)
+        return self.generate_async(
+            self._chat_prompt(messages),
+            sampling_params,
+            streaming,
+            priority=priority,
+            timeout=timeout,
+            lora_request=lora_request,
+            cache_salt=cache_salt,
+        )
 
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
@@ -277,7 +338,9 @@ class LLM:
         """In their order. However many there are, no more are under way than keep every step full, so the queue has room for others too."""
         from tqdm import tqdm
 
-        window = max(MIN_WINDOW, WINDOW_PER_RUNNING * self.facts.max_batch_size)
+        # A choice is a request of its own to whom it waits for.
+        choices = max((request.params.width for request in requests), default=1)
+        window = max(1, max(MIN_WINDOW, WINDOW_PER_RUNNING * self.facts.max_batch_size) // choices)
         under_way: deque[GenerationResult] = deque()
         outputs: list[RequestOutput] = []
         size, begun = window, 0
@@ -302,61 +365,8 @@ class LLM:
                 bar.update()
         return outputs
 
-    def _prepare(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[GenerationRequest]:
-        if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != len(prompts):
-                raise RequestError(
-                    f"{len(prompts)} prompts came with {len(sampling_params)} SamplingParams; give one for each, or one for all"
-                )
-            params = list(sampling_params)
-        else:
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        return [self._request(prompt, own, streaming=False) for prompt, own in zip(prompts, params, strict=True)]
-
-    def _request(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> GenerationRequest:
-        from headrace.executor.request import GenerationRequest
-
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
-        add_special_tokens = params.add_special_tokens
-        if isinstance(prompt, Mapping):
-            if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
-                raise RequestError(f'a prompt mapping has either "prompt" or "prompt_token_ids"; this one has {sorted(map(str, prompt))}')
-            # A rendered chat template already has the special tokens that belong there.
-            add_special_tokens = bool(prompt.get("add_special_tokens", add_special_tokens))
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-        text: str | None = None
-        ids: Any = prompt
-        if isinstance(prompt, str):
-            text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        elif not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
-            raise RequestError(f"a prompt is a string or a list of integer token ids, not {type(prompt).__name__}")
-        return GenerationRequest(ids, params, streaming, text, self._stage(params))
-
-    def _stage(self, params: SamplingParams) -> Any:
-        if self._tokenizer is None or not params.detokenize:
-            return None
-        from headrace.text.stage import PlainText, StoppingText
-        from headrace.text.stops import StopMatcher
-
-        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-        if not params.stop:
-            return PlainText(detokenizer)
-        return StoppingText(detokenizer, StopMatcher(params.stop, params.include_stop_str_in_output))
-
     def _chat_prompt(self, messages: Conversation) -> Mapping[str, Any]:
         return {"prompt": self.tokenizer.apply_chat_template(messages), "add_special_tokens": False}
-
-
-def _is_one_prompt(inputs: Any) -> bool:
-    """A list of ints is one prompt; an empty list is no prompt at all, and its answer the empty list."""
-    if isinstance(inputs, str | Mapping) or hasattr(inputs, "__array__"):
-        return True
-    if not isinstance(inputs, Sequence):
-        raise RequestError(f"inputs must be a prompt or a list of prompts, not {type(inputs).__name__}")
-    return bool(inputs) and not isinstance(inputs[0], str | Sequence | Mapping) and not hasattr(inputs[0], "__array__")
 
 
 def _load_tokenizer(path: str | Path) -> Tokenizer:

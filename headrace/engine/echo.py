@@ -11,17 +11,38 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.config import EchoConfig, EngineConfig, EngineFacts
-from headrace.engine.base import Broadcast, EngineRequest, Int32, ProgressHook, StepOutputs
+from headrace.engine.base import Broadcast, EngineRequest, Float32, Int32, LogprobRows, ProgressHook, StepOutputs
 from headrace.engine.ranking import Rank, Ranked
 from headrace.outputs import FinishReason
 
 LOAD_STEPS = 10
 
 
-def echo_token(prompt: Sequence[int], index: int, vocab_size: int) -> int:
-    """Token ``index`` of the answer to ``prompt``: the prompt over and over, one higher each time round; never 0, the end of sequence."""
+def echo_token(prompt: Sequence[int], index: int, vocab_size: int, seed: int = 0) -> int:
+    """Token ``index`` of the answer to ``prompt``: the prompt over and over, one higher each time round; never 0, the end of sequence.
+
+    ``seed``: of a request that samples, 0 of a greedy one; all its tokens are so much higher.
+    """
     rounds, place = divmod(index, len(prompt))
-    return 1 + (int(prompt[place]) + rounds) % (vocab_size - 1)
+    return 1 + (int(prompt[place]) + rounds + seed) % (vocab_size - 1)
+
+
+def echo_logprob(token: int) -> float:
+    """Of any token, wherever it stands: from 0 to -2."""
+    return -(token % 17) / 8
+
+
+def echo_logprobs(tokens: Sequence[int], count: int, vocab_size: int) -> LogprobRows:
+    """Each token with its ``echo_logprob``, its rank one more than itself, and the ``count`` tokens after it as the most likely ones."""
+    each = np.array(tokens, dtype=np.int32).reshape(-1, 1) + np.arange(count + 1)
+    ids = np.mod(each, vocab_size).astype(np.int32)
+    logprobs = -((ids % 17) / 8).astype(np.float32)
+    return LogprobRows(ids, logprobs, ids[:, 0] + 1)
+
+
+def echo_logits(tokens: Sequence[int], vocab_size: int) -> Float32:
+    """1 for the token itself, 0 for the others."""
+    return np.eye(vocab_size, dtype=np.float32)[np.array(tokens, dtype=np.int32)]
 
 
 class EchoRunner:
@@ -58,7 +79,7 @@ class EchoRunner:
 class _Running:
     """A request: ``produced`` tokens so far of ``total``, those included that a world before this one generated."""
 
-    __slots__ = ("produced", "prompt", "request", "total")
+    __slots__ = ("asks", "begun", "produced", "prompt", "request", "seed", "total")
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
@@ -66,6 +87,17 @@ class _Running:
         self.produced = request.num_generated
         self.prompt = prompt[: len(prompt) - self.produced]
         self.total = self.produced + request.max_tokens
+        params = request.params
+        self.seed = 0 if params.greedy else request.seed
+        # For more than tokens.
+        self.asks = (
+            params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or params.return_context_logits
+            or params.return_generation_logits
+        )
+        # Whether it has had a step, and with it what it asked for about its prompt.
+        self.begun = False
 
 
 class EchoEngine:
@@ -144,9 +176,11 @@ class EchoEngine:
         self._tokens += len(self._running)
         finished = []
         for request_id, running in self._running.items():
-            token = echo_token(running.prompt, running.produced, self._echo.vocab_size)
+            token = echo_token(running.prompt, running.produced, self._echo.vocab_size, running.seed)
             running.produced += 1
             params = running.request.params
+            if running.asks:
+                self._add_extras(outputs, running, token)
             finish, stop_reason = None, None
             if token in params.stop_token_ids:
                 finish, stop_reason = FinishReason.STOP, token
@@ -160,6 +194,19 @@ class EchoEngine:
         for request_id in finished:
             del self._running[request_id]
         return outputs
+
+    def _add_extras(self, outputs: StepOutputs, running: _Running, token: int) -> None:
+        request_id, params, vocab_size = running.request.request_id, running.request.params, self._echo.vocab_size
+        if params.logprobs is not None:
+            outputs.logprobs[request_id] = echo_logprobs((token,), params.logprobs, vocab_size)
+        if params.return_generation_logits:
+            outputs.generation_logits[request_id] = echo_logits((token,), vocab_size)
+        if not running.begun:
+            running.begun = True
+            if params.prompt_logprobs is not None:
+                outputs.prompt_logprobs[request_id] = echo_logprobs(running.prompt[1:], params.prompt_logprobs, vocab_size)
+            if params.return_context_logits:
+                outputs.context_logits[request_id] = echo_logits(running.prompt, vocab_size)
 
     def stats(self) -> dict[str, float]:
         """Requests by state, steps and tokens."""

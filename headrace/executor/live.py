@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
+
+from headrace.executor.mailbox import Mailbox
 from headrace.executor.request import CheckedRequest
-from headrace.executor.result import Mailbox
 
 
 class LiveRequest:
@@ -33,10 +35,13 @@ class LiveRequest:
         """What is still to be done: the prompt with what was delivered behind it. Tokens are sampled by seed and position, so they go on
         as if nothing had happened.
         """
-        history = self.history
+        checked, history, extras = self._checked, self.history, self.mailbox.extras
+        if extras is not None and not extras.rewind():
+            # All there is to say about the prompt has come, and another world need not say it again.
+            params = msgspec.structs.replace(checked.params, prompt_logprobs=None, return_context_logits=False)
+            checked = checked._replace(params=params)
         if not history:
-            return self._checked
-        checked = self._checked
+            return checked
         return checked._replace(
             token_ids=checked.token_ids + history, max_tokens=checked.max_tokens - len(history), num_generated=len(history)
         )

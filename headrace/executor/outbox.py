@@ -11,13 +11,16 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from headrace.errors import ChannelFullError
 from headrace.executor.request import CheckedRequest
 from headrace.ipc.channel import Channel
-from headrace.ipc.messages import Buffer, Cancel, RequestHead, Shutdown, Submit
+from headrace.ipc.messages import Buffer, Cancel, LoraAdapter, RequestHead, Shutdown, Submit
+from headrace.lora import LoraRequest
 from headrace.params import SamplingParams
+
+T = TypeVar("T")
 
 
 class Admitted(NamedTuple):
@@ -138,29 +141,53 @@ def _message(run: list[Item]) -> Submit | Cancel | Shutdown:
     if isinstance(first, int):
         return Cancel(request_ids=tuple(item for item in run if isinstance(item, int)))
     heads: list[RequestHead] = []
-    params: list[SamplingParams] = []
-    index: dict[int, int] = {}
+    # By identity: the many requests of one call share their objects, and comparing contents would cost more than it saves.
+    params: _Once[SamplingParams] = _Once()
+    processors: _Once[bytes] = _Once()
+    loras: dict[LoraRequest, int] = {}
     token_ids = array("i")
     for item in run:
         assert isinstance(item, Admitted)
         checked = item.checked
-        own = checked.request.params
-        # By identity: the many requests of one call share one object, and comparing contents would cost more than it saves.
-        place = index.get(id(own))
-        if place is None:
-            place = index[id(own)] = len(params)
-            params.append(own.to_wire())
+        request = checked.request
         heads.append(
             RequestHead(
                 request_id=item.request_id,
                 num_prompt_tokens=len(checked.token_ids),
-                params=place,
+                params=params.place(checked.params),
                 max_tokens=checked.max_tokens,
                 seed=checked.seed,
                 num_generated=checked.num_generated,
-                priority=checked.request.priority,
+                priority=request.priority,
                 timeout=None if checked.deadline is None else max(0.0, checked.deadline - time.monotonic()),
+                cache_salt=request.cache_salt,
+                lora=-1 if request.lora is None else loras.setdefault(request.lora, len(loras)),
+                processor=-1 if checked.processors is None else processors.place(checked.processors),
             )
         )
         token_ids.extend(checked.token_ids)
-    return Submit(requests=tuple(heads), params=tuple(params), token_ids=Buffer(token_ids))
+    return Submit(
+        requests=tuple(heads),
+        params=tuple(one.to_wire() for one in params.items),
+        token_ids=Buffer(token_ids),
+        loras=tuple(LoraAdapter(lora.name, str(lora.path)) for lora in loras),
+        processors=tuple(map(Buffer, processors.items)),
+    )
+
+
+class _Once(Generic[T]):
+    """Objects in a list, each one once, whatever it equals."""
+
+    __slots__ = ("_places", "items")
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self._places: dict[int, int] = {}
+
+    def place(self, item: T) -> int:
+        """Where it is, from now on if it was not."""
+        place = self._places.get(id(item))
+        if place is None:
+            place = self._places[id(item)] = len(self.items)
+            self.items.append(item)
+        return place

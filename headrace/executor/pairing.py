@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Iterable
 
-from headrace.errors import ChannelError, EngineDeadError, HeadraceError
+from headrace.errors import ChannelError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import Admission, QueueLimits
 from headrace.executor.deltas import unpack
 from headrace.executor.ledger import Cancelled, Ledger
 from headrace.executor.live import LiveRequest
+from headrace.executor.mailbox import Mailbox, Waiter, wake
 from headrace.executor.outbox import Admitted, Outbox
-from headrace.executor.result import Waiter, wake
 from headrace.ipc.messages import Deltas
 from headrace.outputs import FinishReason
 
@@ -61,7 +61,10 @@ class Pairing:
                     if live.waiting:
                         self._admitted(live)
                     mailbox = live.mailbox
-                    ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
+                    if mailbox.extras is not None and not self._take_extras(request_id, mailbox, count, finish_reason, deltas):
+                        ended = True
+                    else:
+                        ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
                     if ended and ending is None and ledger.stop_found(request_id):
                         stopped.append(request_id)
                     mailbox.take_waiters(waiters)
@@ -72,6 +75,20 @@ class Pairing:
             if ready and ledger.may_resume:
                 self.resume()
         wake(waiters)
+
+    def _take_extras(self, request_id: int, mailbox: Mailbox, count: int, finish: FinishReason | None, deltas: Deltas) -> bool:
+        """What comes beside the tokens. False: it makes no sense, and the request, which would be out of step with it, has failed; the
+        others of its frame are not to blame. Holds the lock.
+        """
+        assert mailbox.extras is not None
+        try:
+            mailbox.extras.arrive(request_id, count, finish, deltas)
+        except (TypeError, ValueError) as fault:
+            self.bad_frames += 1
+            log.error("request %d is failed, for what came with its tokens makes no sense: %s", request_id, fault)
+            mailbox.fail(RequestError(f"what the engine sent with the tokens of this request makes no sense: {fault}"))
+            return False
+        return True
 
     def cancel(self, request_id: int) -> None:
         """Somebody wants the early end of a request."""

@@ -21,7 +21,7 @@ from headrace.executor.launchers.base import Launcher
 from headrace.executor.lifecycle import FAIL, HOLDING, Close, Hurry, Lost, RestartPolicy, WorldState
 from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Admitted
-from headrace.executor.request import GenerationRequest, check
+from headrace.executor.request import CheckedRequest, Checker, GenerationRequest
 from headrace.executor.result import GenerationResult
 from headrace.executor.stacks import AskStacks, RankStacks
 from headrace.executor.startup import ProgressListener
@@ -164,28 +164,37 @@ class GenerationExecutorProxy:
             EngineDeadError, ClosedError: the world is not there; nothing was registered.
             ChannelError: sending failed; nothing is registered any more.
         """
-        dispatcher, facts = self._dispatcher, self.facts
-        checked = [check(request, facts) for request in requests]
+        dispatcher, checker = self._dispatcher, Checker(self.facts)
+        pairing = dispatcher.pairing
+        # Of each request its choices. To the ledger, the queue and the world they are requests of their own.
+        checked = [checker.check(request) for request in requests]
+        self._refuse_what_never_fits(checked)
+        results: list[GenerationResult] = []
         with dispatcher.lock:
             held = self.state in HOLDING
             if not held and self.state is not WorldState.READY:
                 raise self._refusal()
-            dispatcher.pairing.admission.enter(len(checked), sum(len(one.token_ids) for one in checked))
-            admitted = [Admitted(request_id, one) for request_id, one in enumerate(checked, self._next_id)]
-            self._next_id += len(admitted)
-            results = [GenerationResult(item.request_id, item.checked.request, dispatcher.lock, dispatcher.post) for item in admitted]
+            pairing.admission.enter(sum(map(len, checked)), sum(len(choices) * len(choices[0].token_ids) for choices in checked))
+            admitted: list[Admitted] = []
+            live: list[tuple[int, LiveRequest]] = []
+            for choices in checked:
+                result = GenerationResult(self._next_id, choices, dispatcher.lock, dispatcher.post)
+                results.append(result)
+                for choice, mailbox in zip(choices, result.mailboxes, strict=True):
+                    admitted.append(Admitted(self._next_id, choice))
+                    live.append((self._next_id, LiveRequest(mailbox, choice, dispatcher.replayable)))
+                    self._next_id += 1
             # In the ledger before the message leaves. A death is decided under the same lock: it comes before, and the state above says
             # so, or after, and finds these in the ledger.
-            live = [LiveRequest(result.mailbox, one, dispatcher.replayable) for result, one in zip(results, checked, strict=True)]
-            dispatcher.pairing.ledger.register([(item.request_id, one) for item, one in zip(admitted, live, strict=True)], held)
+            pairing.ledger.register(live, held)
             if not held and dispatcher.world.outbox is not None:
                 # Under the lock too, so that the shutdown mark, which comes with another state, has every admitted request before it.
                 dispatcher.world.outbox.put(*admitted)
         dispatcher.flush()
         self._heartbeat.wake()
         for result in results:
-            if isinstance(result.mailbox.error, ChannelError):
-                raise result.mailbox.error.fresh()
+            if isinstance(result.error, ChannelError):
+                raise result.error.fresh()
         return results
 
     def health(self) -> Health:
@@ -276,6 +285,17 @@ class GenerationExecutorProxy:
             finally:
                 self._control_lock.release()
         self._heartbeat.join(CLOSE_MARGIN)
+
+    def _refuse_what_never_fits(self, checked: Sequence[Sequence[CheckedRequest]]) -> None:
+        """To come back later is no advice for a request that is larger than the empty queue."""
+        limits = self._dispatcher.pairing.admission.limits
+        for choices in checked:
+            count, length = len(choices), len(choices[0].token_ids)
+            if count > 1 and (count > limits.requests or count * length > limits.tokens):
+                raise RequestError(
+                    f"{count} choices with prompts of {length} tokens never fit into a queue of {limits.requests} requests "
+                    f"with {limits.tokens} prompt tokens"
+                )
 
     def _refusal(self) -> HeadraceError:
         error = self._dispatcher.lifecycle.error

@@ -141,9 +141,19 @@ async def _submit(
 
 
 def _request(recorded: RecordedRequest, same_lengths: bool) -> GenerationRequest:
-    # Stop strings were found in the user process: here their cancel is replayed. What the seed was drawn as is used again.
+    # Stop strings were found in the user process: here their cancel is replayed. What the seed was drawn as is used again. Tokens are what
+    # is compared, so nothing is asked for beside them.
     params = msgspec.structs.replace(
-        recorded.params, max_tokens=recorded.max_tokens, seed=recorded.seed, stop=(), include_stop_str_in_output=False, detokenize=False
+        recorded.params,
+        max_tokens=recorded.max_tokens,
+        seed=recorded.seed,
+        stop=(),
+        include_stop_str_in_output=False,
+        detokenize=False,
+        logprobs=None,
+        prompt_logprobs=None,
+        return_context_logits=False,
+        return_generation_logits=False,
     )
     if same_lengths:
         max_tokens = max(1, recorded.num_tokens) if recorded.finish is FinishReason.STOP else recorded.max_tokens

@@ -8,19 +8,28 @@ import random
 import reprlib
 import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from headrace.config import EngineFacts
 from headrace.errors import RequestError
+from headrace.executor.extras import Wanted
+from headrace.lora import LoraRequest
 from headrace.outputs import Released
-from headrace.params import SamplingParams, shown
+from headrace.params import MAX_SEED, SamplingParams
+from headrace.validation import shown, text
 
 #: of a seed that is drawn; well within what SamplingParams accepts
 SEED_BITS = 62
+#: between the seeds of two choices: the golden ratio of 63 bits, so that they are far apart from those that people choose
+SEED_STEP = 0x4F1BBCDCBFA53E0B
+MAX_SALT_CHARS = 1024
+#: of pickled logits processors: each rank keeps them, and they cross with every request that uses them
+MAX_PROCESSOR_BYTES = 16 << 20
 
 #: Its own generator: a user who seeds the global one does not expect all requests to be sampled alike from then on.
 _seeds = random.Random()
@@ -51,71 +60,218 @@ class GenerationRequest:
         params: how to sample.
         streaming: iterating over the handle yields as tokens arrive; otherwise once, at the end.
         prompt: the prompt's text, for the output record only.
-        stage: makes text; None: token ids only.
+        new_stage: called once for each choice, for what makes its text; None: token ids only.
         priority: higher runs first; equal ones keep their order.
         timeout: seconds from submit until it ends with finish reason "timeout"; None: no deadline.
+        cache_salt: only requests of the same salt share what is cached of their prompts; None is one of them.
+        lora: adapter to run it with.
     """
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     streaming: bool = False
     prompt: str | None = None
-    stage: TextStage | None = None
+    new_stage: Callable[[], TextStage] | None = None
     priority: float = 0.5
     timeout: float | None = None
+    cache_salt: str | None = None
+    lora: LoraRequest | None = None
 
 
 class CheckedRequest(NamedTuple):
-    """A request that the world will accept. ``token_ids``: int32, of which the last ``num_generated`` are its own output so far.
-    ``deadline``: by the clock of this process, that of time.monotonic.
+    """One choice of a request that the world will accept; a request of its own from here on.
+
+    ``params``: as they cross. ``token_ids``: int32, of which the last ``num_generated`` are its own output so far. ``deadline``: by the
+    clock of this process, that of time.monotonic. ``wanted``: what is to come beside the tokens. ``processors``: the logits processors, by
+    cloudpickle. ``stage``: makes its text.
     """
 
     request: GenerationRequest
+    params: SamplingParams
     token_ids: array[int]
     max_tokens: int
     seed: int
-    deadline: float | None
+    deadline: float | None = None
     num_generated: int = 0
+    wanted: Wanted | None = None
+    processors: bytes | None = None
+    stage: TextStage | None = None
 
 
-def check(request: GenerationRequest, facts: EngineFacts) -> CheckedRequest:
-    """Resolve ``max_tokens`` and ``seed``.
+class _Shared(NamedTuple):
+    """What requests of the same parameters have in common: parameters of the first choice and of the others, and the processors."""
 
-    ``max_tokens=None`` means as many as fit into the context; a number that does not fit together with the prompt is refused.
+    first: SamplingParams
+    others: SamplingParams
+    processors: bytes | None
 
-    Raises:
-        RequestError: the message names the value and the limit.
-    """
-    token_ids = _int32(request.prompt_token_ids, facts.vocab_size)
-    length, limit = len(token_ids), facts.max_seq_len
-    if length == 0:
-        raise RequestError("the prompt is empty: at least 1 token is needed")
-    # Unsigned, a negative id is a huge one: one pass finds both.
-    if np.frombuffer(token_ids, dtype=np.uint32).max() >= facts.vocab_size:
-        raise _out_of_range(next(t for t in token_ids if not 0 <= t < facts.vocab_size), facts.vocab_size)
-    if length >= limit:
-        raise RequestError(f"the prompt has {length} tokens; with a context of {limit} at most {limit - 1} leave room for an answer")
-    params = request.params
-    max_tokens = limit - length if params.max_tokens is None else params.max_tokens
-    if length + max_tokens > limit:
-        raise RequestError(
-            f"the prompt has {length} tokens and max_tokens is {max_tokens}: together {length + max_tokens}, over the context of {limit}"
-        )
-    for name, ids in (("end_id", () if params.end_id is None else (params.end_id,)), ("stop_token_ids", params.stop_token_ids)):
-        for token in ids:
-            if token >= facts.vocab_size:
-                raise _out_of_range(token, facts.vocab_size, f"{name}: ")
-    if params.stop and request.stage is None:
-        raise RequestError("stop strings need a tokenizer, and this executor was made without one")
-    seed = _seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
-    _check_number("priority", request.priority)
-    deadline = None
-    if request.timeout is not None:
-        _check_number("timeout", request.timeout)
-        if request.timeout <= 0:
-            raise RequestError(f"timeout={request.timeout} is out of range: it must be more than 0 seconds")
-        deadline = time.monotonic() + request.timeout
-    return CheckedRequest(request, token_ids, max_tokens, seed, deadline)
+
+class Checker:
+    """Checks the requests of one burst; what many of them share, by identity, is looked at once. They must outlive it."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._facts = facts
+        self._shared: dict[int, _Shared] = {}
+        self._processors: dict[int, bytes] = {}
+
+    def check(self, request: GenerationRequest) -> list[CheckedRequest]:
+        """Resolve ``max_tokens`` and ``seed``, cut the prompt where that is asked for; one entry for each choice.
+
+        ``max_tokens=None`` means as many as fit into the context; a number that does not fit together with the prompt is refused.
+
+        Raises:
+            RequestError: the message names the value and the limit.
+        """
+        params, vocabulary = request.params, self._facts.vocab_size
+        request, token_ids, max_tokens = self._lengths(request)
+        shared = self._shared.get(id(params))
+        if shared is None:
+            shared = self._shared[id(params)] = self._look_at(params)
+        if params.stop and request.new_stage is None:
+            raise RequestError("stop strings need a tokenizer, and this executor was made without one")
+        width = _width(params)
+        if request.streaming and width > params.n:
+            raise RequestError(f"best_of={width} cannot stream {params.n} choices: which are the best is known at the end")
+        if request.cache_salt is not None:
+            text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
+        if request.lora is not None and not isinstance(request.lora, LoraRequest):
+            raise RequestError(f"lora must be a LoraRequest, not {type(request.lora).__name__}")
+        _check_number("priority", request.priority)
+        deadline = None
+        if request.timeout is not None:
+            _check_number("timeout", request.timeout)
+            if request.timeout <= 0:
+                raise RequestError(f"timeout={request.timeout} is out of range: it must be more than 0 seconds")
+            deadline = time.monotonic() + request.timeout
+        seed = _seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
+        choices = []
+        for index in range(width):
+            own = shared.others if index else shared.first
+            choices.append(
+                CheckedRequest(
+                    request,
+                    own,
+                    token_ids,
+                    max_tokens,
+                    child_seed(seed, index),
+                    deadline,
+                    0,
+                    _wanted(own, len(token_ids), vocabulary),
+                    shared.processors,
+                    None if request.new_stage is None else request.new_stage(),
+                )
+            )
+        return choices
+
+    def _lengths(self, request: GenerationRequest) -> tuple[GenerationRequest, array[int], int]:
+        """The prompt, cut where that is asked for, and ``max_tokens``."""
+        params, facts = request.params, self._facts
+        token_ids = _int32(request.prompt_token_ids, facts.vocab_size)
+        if params.truncate_prompt_tokens is not None and len(token_ids) > params.truncate_prompt_tokens:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+            request = replace(request, prompt_token_ids=token_ids.tolist())
+        length, limit = len(token_ids), facts.max_seq_len
+        if length == 0:
+            raise RequestError("the prompt is empty: at least 1 token is needed")
+        # Unsigned, a negative id is a huge one: one pass finds both.
+        if np.frombuffer(token_ids, dtype=np.uint32).max() >= facts.vocab_size:
+            raise _out_of_range(next(t for t in token_ids if not 0 <= t < facts.vocab_size), facts.vocab_size)
+        if length >= limit:
+            raise RequestError(f"the prompt has {length} tokens; with a context of {limit} at most {limit - 1} leave room for an answer")
+        max_tokens = limit - length if params.max_tokens is None else params.max_tokens
+        if length + max_tokens > limit:
+            raise RequestError(
+                f"the prompt has {length} tokens and max_tokens is {max_tokens}: "
+                f"together {length + max_tokens}, over the context of {limit}"
+            )
+        if params.min_tokens is not None and params.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens={params.min_tokens} is out of range: with this prompt at most {max_tokens} tokens fit")
+        return request, token_ids, max_tokens
+
+    def _look_at(self, params: SamplingParams) -> _Shared:
+        """Whatever does not depend on the prompt."""
+        vocabulary = self._facts.vocab_size
+        for name, ids in (
+            ("end_id", () if params.end_id is None else (params.end_id,)),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("bad_token_ids", _flat(params.bad_token_ids)),
+        ):
+            for token in ids:
+                if token >= vocabulary:
+                    raise _out_of_range(token, vocabulary, f"{name}: ")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > vocabulary:
+                raise RequestError(f"{name}={count} is out of range: this model has {vocabulary} tokens")
+        if params.bad:
+            raise RequestError("bad strings need a tokenizer, and this executor was made without one")
+        processors = None
+        if params.logits_processor is not None:
+            key = id(params.logits_processor)
+            processors = self._processors.get(key)
+            if processors is None:
+                processors = self._processors[key] = _pickled(params.logits_processor)
+        width = _width(params)
+        changes: dict[str, Any] = {}
+        if not params.use_beam_search:
+            # To the world each choice is a request of its own.
+            if params.n > 1 or params.best_of is not None:
+                changes |= {"n": 1, "best_of": None}
+            if width > params.n and params.logprobs is None:
+                changes["logprobs"] = 0  # what the best are chosen by
+        first = others = msgspec.structs.replace(params, **changes) if changes else params
+        # What is about the prompt is the same for all.
+        if width > 1 and (params.prompt_logprobs is not None or params.return_context_logits):
+            others = msgspec.structs.replace(first, prompt_logprobs=None, return_context_logits=False)
+        return _Shared(first, others, processors)
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Of choice ``index``; that of the first is the request's own. Distinct for all indices, since the factor is odd."""
+    return (seed + index * SEED_STEP) % (MAX_SEED + 1)
+
+
+def _width(params: SamplingParams) -> int:
+    """Choices to generate; those of a beam search come from one request."""
+    return 1 if params.use_beam_search else params.width
+
+
+def _wanted(params: SamplingParams, prompt_length: int, vocabulary: int) -> Wanted | None:
+    if (
+        params.logprobs is None
+        and params.prompt_logprobs is None
+        and not params.return_context_logits
+        and not params.return_generation_logits
+    ):
+        return None
+    return Wanted(
+        width=0 if params.logprobs is None else 1 + params.logprobs,
+        logits=vocabulary if params.return_generation_logits else 0,
+        prompt_width=0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs,
+        context_logits=vocabulary if params.return_context_logits else 0,
+        prompt_length=prompt_length,
+    )
+
+
+def _flat(rows: Sequence[int | Sequence[int]]) -> Iterator[int]:
+    for row in rows:
+        if isinstance(row, int):
+            yield row
+        else:
+            yield from row
+
+
+def _pickled(processors: Any) -> bytes:
+    import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(processors)
+    except Exception as error:  # whatever the user's objects raise
+        raise RequestError(f"logits_processor cannot be sent to the worker: {type(error).__name__}: {error}") from error
+    if len(data) > MAX_PROCESSOR_BYTES:
+        raise RequestError(f"logits_processor has {len(data)} bytes; at most {MAX_PROCESSOR_BYTES} are allowed")
+    return data
 
 
 def _check_number(name: str, value: object) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from headrace.config import EngineConfig
-from headrace.ipc.messages import Buffer
+from headrace.ipc.messages import Buffer, LogprobRows
 from headrace.ipc.recording import Dropped, End, Header, Received, ReceivedMessage, Record, Sent, SentMessage, encode, start_of_file
 from headrace.version import __version__
 
@@ -158,5 +158,15 @@ class Recorder:
 
 def _size(record: Sent | Received) -> int:
     message = record.message
-    buffers = (getattr(message, name) for name in message.__struct_fields__)
-    return MESSAGE_BYTES + sum(buffer.view.nbytes for buffer in buffers if isinstance(buffer, Buffer))
+    return MESSAGE_BYTES + sum(_buffer_bytes(getattr(message, name)) for name in message.__struct_fields__)
+
+
+def _buffer_bytes(value: object) -> int:
+    """What is held by a field: a buffer, or several by request id, as logits and logprobs are."""
+    if isinstance(value, Buffer):
+        return value.view.nbytes
+    if isinstance(value, LogprobRows):
+        return value.token_ids.view.nbytes + value.logprobs.view.nbytes + value.ranks.view.nbytes
+    if isinstance(value, dict):
+        return sum(map(_buffer_bytes, value.values()))
+    return 0

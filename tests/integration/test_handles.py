@@ -57,11 +57,27 @@ def test_timeouts_are_honoured_in_both_faces_and_the_request_goes_on(executor):
         handle.result(0.01)
 
     async def impatient():
+        with pytest.raises(TimeoutError):
+            await handle.aresult(0.01)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(handle.aresult())), 0.01)
+        return await handle
+
+    assert completion(asyncio.run(impatient())).token_ids == answer([5], 300)
+
+
+def test_a_cancelled_task_cancels_its_request_though_the_handle_lives(executor):
+    """A22."""
+    before = executor.counters()["aborted"]
+    (handle,) = submit(executor, [5], max_tokens=8000, streaming=True)
+
+    async def impatient():
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(handle.aresult(), 0.01)
         return await handle
 
-    assert completion(asyncio.run(impatient())).token_ids == answer([5], 300)
+    assert completion(asyncio.run(impatient())).finish_reason == "abort"
+    assert executor.counters()["aborted"] == before + 1
 
 
 def test_many_tasks_of_several_loops_stream_at_once(executor):

@@ -58,8 +58,11 @@ class Ending(NamedTuple):
 
 def ask(prompt, max_tokens, **params) -> GenerationRequest:
     params = SamplingParams(max_tokens=max_tokens, **params)
-    stage = StoppingText(Numbers(), StopMatcher(params.stop, params.include_stop_str_in_output))
-    return GenerationRequest(prompt, params, streaming=True, stage=stage)
+
+    def stage() -> StoppingText:
+        return StoppingText(Numbers(), StopMatcher(params.stop, params.include_stop_str_in_output))
+
+    return GenerationRequest(prompt, params, streaming=True, new_stage=stage)
 
 
 async def read(handle, cancel_after: int | None = None) -> Ending:

@@ -84,7 +84,7 @@ def test_seeds_are_kept_so_that_a_replayed_request_is_the_same_request(executor)
     after = live.rest()
     assert after.seed == before.seed
     assert after.max_tokens + after.num_generated == 200
-    assert completion(handle.result(LONG)).token_ids == answer([1, 2], 200)
+    assert completion(handle.result(LONG)).token_ids == answer([1, 2], 200, before.seed)
 
 
 def test_requests_are_admitted_while_there_is_no_world(executor):

@@ -78,9 +78,9 @@ def submit(
     return executor.submit([GenerationRequest(list(prompt), params, streaming) for prompt in prompts])
 
 
-def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens that the echo engine gives."""
-    return [echo_token(prompt, index, VOCABULARY) for index in range(count)]
+def answer(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """The tokens that the echo engine gives; ``seed``: to a request that samples."""
+    return [echo_token(prompt, index, VOCABULARY, seed) for index in range(count)]
 
 
 def completion(output: RequestOutput) -> CompletionOutput:

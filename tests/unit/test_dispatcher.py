@@ -30,10 +30,10 @@ def dispatcher() -> Dispatcher:
 
 def admit(dispatcher: Dispatcher, request_id: int) -> GenerationResult:
     request = GenerationRequest([1, 2], SamplingParams(max_tokens=9))
-    result = GenerationResult(request_id, request, dispatcher.lock, lambda request_id: None)
-    checked = CheckedRequest(request, array("i", [1, 2]), 9, 0, None)
+    checked = CheckedRequest(request, request.params, array("i", [1, 2]), 9, 0)
+    result = GenerationResult(request_id, [checked], dispatcher.lock, lambda request_id: None)
     dispatcher.pairing.admission.enter(1, 2)
-    dispatcher.pairing.ledger.register([(request_id, LiveRequest(result.mailbox, checked, True))])
+    dispatcher.pairing.ledger.register([(request_id, LiveRequest(result.mailboxes[0], checked, True))])
     return result
 
 
@@ -52,7 +52,7 @@ def test_the_last_words_of_a_dead_world_neither_count_nor_resume_what_is_held(di
     dispatcher._deliver(deltas(1, 8, finish=finish))
     assert [entry.phase for entry in dispatcher.pairing.ledger._live.values()] == [Phase.HELD, Phase.HELD]
     assert dispatcher.pairing.ledger.late_deltas == 2 and dispatcher.pairing.ledger.balanced()
-    assert results[0].mailbox.unread_tokens == [7] and not results[0].finished
+    assert results[0].mailboxes[0].unread_tokens == [7] and not results[0].finished
     rests = [live.rest() for _, live in dispatcher.pairing.ledger.resume()]
     assert [(list(rest.token_ids), rest.max_tokens, rest.num_generated) for rest in rests] == [([1, 2, 7], 8, 1), ([1, 2], 9, 0)]
 
@@ -69,6 +69,6 @@ def test_frames_that_make_no_sense_are_counted_and_change_nothing(dispatcher):
         Deltas(1, Buffer(b"odd"), good.counts, good.token_ids, b"\0"),
     ):
         dispatcher._deliver(bad)
-    assert dispatcher.pairing.bad_frames == 5 and result.mailbox.unread_tokens == []
+    assert dispatcher.pairing.bad_frames == 5 and result.mailboxes[0].unread_tokens == []
     dispatcher._deliver(good)
-    assert result.mailbox.unread_tokens == [7]
+    assert result.mailboxes[0].unread_tokens == [7]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.base import EngineRequest
-from headrace.engine.echo import LOAD_STEPS, EchoEngine, EchoRunner, echo_token
+from headrace.engine.echo import LOAD_STEPS, EchoEngine, EchoRunner, echo_logprob, echo_token
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 
@@ -190,3 +190,29 @@ def test_a_step_raises_where_it_should_and_takes_its_time(monkeypatch):
     assert slept == [0.25]
     with pytest.raises(RuntimeError, match="step 1"):
         rig.step()
+
+
+def test_logprobs_and_logits_are_made_up_and_go_with_the_tokens():
+    """A41."""
+    rig = engine(vocab_size=20)
+    rig.submit(request(1, [5, 18], logprobs=2, prompt_logprobs=0, return_context_logits=True, return_generation_logits=True))
+    rig.submit(request(2, [5]))
+    first = rig.step()
+    assert set(first.logprobs) == set(first.generation_logits) == set(first.prompt_logprobs) == set(first.context_logits) == {1}
+    rows = first.logprobs[1]
+    assert rows.token_ids.tolist() == [[6, 7, 8]] and rows.logprobs.tolist() == [[echo_logprob(token) for token in (6, 7, 8)]]
+    assert rows.token_ids.dtype == rows.ranks.dtype == np.int32 and rows.logprobs.dtype == np.float32
+    assert first.generation_logits[1].argmax(axis=1).tolist() == [6] and first.generation_logits[1].shape == (1, 20)
+    assert first.prompt_logprobs[1].token_ids.tolist() == [[18]] and first.context_logits[1].argmax(axis=1).tolist() == [5, 18]
+    second = rig.step()
+    assert second.logprobs[1].token_ids.tolist() == [[19, 0, 1]], "modulo the vocabulary"
+    assert not second.prompt_logprobs and not second.context_logits, "the prompt is told of once"
+
+
+def test_a_request_that_samples_shows_its_seed():
+    """A39."""
+    rig = engine()
+    rig.submit(request(1, temperature=1.0))
+    got = run(rig)[1][0]
+    assert got == [echo_token([5], index, 1000) for index in range(3)], "seed 0"
+    assert echo_token([5], 0, 1000, seed=7) == 13

@@ -17,7 +17,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LEAVES = {"headrace.errors", "headrace.params", "headrace.config", "headrace.outputs", "headrace.validation", "headrace.version"}
+LEAVES = {
+    "headrace.errors",
+    "headrace.params",
+    "headrace.config",
+    "headrace.lora",
+    "headrace.outputs",
+    "headrace.validation",
+    "headrace.version",
+}
 
 #: package or module -> what of headrace it may import, besides itself; the longest prefix that fits a module decides
 LAYERS = {
@@ -28,7 +36,8 @@ LAYERS = {
     "headrace.engine": LEAVES | {"headrace.checkpoint"},
     "headrace.worker": LEAVES | {"headrace.ipc", "headrace.engine", "headrace.checkpoint"},
     "headrace.executor": LEAVES | {"headrace.ipc"},
-    "headrace.llm": LEAVES | {"headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"},
+    "headrace.requests": LEAVES | {"headrace.executor", "headrace.text"},
+    "headrace.llm": LEAVES | {"headrace.requests", "headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"},
     "headrace.progress": LEAVES,
     # `headrace` itself: the public names; doctor looks at what the executor and the engine would find.
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},

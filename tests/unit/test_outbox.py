@@ -10,7 +10,7 @@ import pytest
 
 from headrace.config import EngineFacts
 from headrace.executor.outbox import Admitted, Outbox
-from headrace.executor.request import GenerationRequest, check
+from headrace.executor.request import Checker, GenerationRequest
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
 from headrace.ipc.messages import Cancel, Shutdown, Submit
@@ -24,7 +24,7 @@ _names = itertools.count()
 
 
 def admitted(request_id: int, prompt=(1, 2), params=PARAMS) -> Admitted:
-    return Admitted(request_id, check(GenerationRequest(list(prompt), params), FACTS))
+    return Admitted(request_id, Checker(FACTS).check(GenerationRequest(list(prompt), params))[0])
 
 
 class Rig:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.config import EngineFacts
 from headrace.errors import RequestError
-from headrace.executor.request import GenerationRequest, check
+from headrace.executor.request import Checker, GenerationRequest
 from headrace.params import MAX_SEED, SamplingParams
 
 VOCABULARY = 100
@@ -18,7 +18,8 @@ FACTS = EngineFacts(model="m", runner="echo", dtype="none", vocab_size=VOCABULAR
 
 
 def checked(prompt, stage=None, **params):
-    return check(GenerationRequest(prompt, SamplingParams(**{"max_tokens": 1, **params}), stage=stage), FACTS)
+    request = GenerationRequest(prompt, SamplingParams(**{"max_tokens": 1, **params}), new_stage=stage)
+    return Checker(FACTS).check(request)[0]
 
 
 def refused(prompt, **params) -> str:
@@ -122,7 +123,7 @@ def test_stop_ids_are_in_the_vocabulary(fields):
 
 def test_stop_strings_need_a_stage():
     assert "tokenizer" in refused([1], stop="x")
-    assert checked([1], stage=object(), stop="x")
+    assert checked([1], stage=object, stop="x")
 
 
 def test_a_seed_is_kept_or_drawn():

@@ -6,13 +6,17 @@ import asyncio
 import gc
 import itertools
 import threading
+import weakref
+from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from headrace.errors import EngineDeadError, RequestError
-from headrace.executor.request import GenerationRequest
-from headrace.executor.result import GenerationResult, Waiter, wake
+from headrace.executor import followers
+from headrace.executor.mailbox import Waiter, wake
+from headrace.executor.request import CheckedRequest, GenerationRequest
+from headrace.executor.result import GenerationResult
 from headrace.outputs import FinishReason, Released
 from headrace.params import SamplingParams
 
@@ -68,9 +72,11 @@ class Rig:
     def __init__(self, *, streaming=True, stage=None, request_id=7):
         self.lock = threading.Lock()
         self.aborted = []
-        request = GenerationRequest([1, 2], SamplingParams(), streaming, "prompt", stage)
-        self.handle = GenerationResult(request_id, request, self.lock, self.aborted.append)
-        self.box = self.handle.mailbox
+        request = GenerationRequest([1, 2], SamplingParams(), streaming, "prompt")
+        checked = CheckedRequest(request, request.params, array("i", [1, 2]), 32, 0, stage=stage)
+        self.handle = GenerationResult(request_id, [checked], self.lock, self.aborted.append)
+        (self.box,) = self.handle.mailboxes
+        self.readers = self.box.readers
 
     def deliver(self, *tokens, finish=None, stop_reason=None, error=None):
         waiters = []
@@ -95,10 +101,10 @@ class Rig:
         try:
             while not gate.is_set():
                 with self.lock:
-                    if len(self.box.wait_any) + len(self.box.wait_end) >= count:
+                    if len(self.readers.wait_any) + len(self.readers.wait_end) >= count:
                         return
                 gate.wait(0.001)
-            raise AssertionError(f"{count} readers did not begin to wait: {self.box.wait_any} {self.box.wait_end}")
+            raise AssertionError(f"{count} readers did not begin to wait: {self.readers.wait_any} {self.readers.wait_end}")
         finally:
             deadline.cancel()
 
@@ -138,7 +144,7 @@ def test_result_waits_in_another_thread_and_gives_the_same_answer_twice():
     assert output.finished and output.request_id == 7 and output.prompt == "prompt" and output.prompt_token_ids == [1, 2]
     assert rig.handle.result() is output and rig.handle.result(0) is output
     assert asyncio.run(rig.handle.aresult()) is output
-    assert rig.box.wait_any == rig.box.wait_end == []
+    assert rig.readers.wait_any == rig.readers.wait_end == []
 
 
 @pytest.mark.parametrize("timeout", [0, 0.01, -1])
@@ -148,7 +154,7 @@ def test_a_timeout_is_honoured_and_the_request_goes_on(timeout):
     rig.deliver(1)
     with pytest.raises(TimeoutError, match="request 7"):
         rig.handle.result(timeout)
-    assert rig.box.wait_end == [] and not rig.handle.finished and rig.aborted == []
+    assert rig.readers.wait_end == [] and not rig.handle.finished and rig.aborted == []
     rig.deliver(2, finish=FinishReason.LENGTH)
     assert completion(rig.handle.result(timeout)).token_ids == [1, 2]
 
@@ -304,7 +310,7 @@ def test_several_readers_get_every_token_exactly_once(kind):
     final = completion(rig.handle.result())
     assert final.text == "".join(chr(97 + token % 26) for token in range(total)) + "."
     assert sorted(itertools.chain(*got)) == sorted(final.token_ids)
-    assert rig.box.wait_any == rig.box.wait_end == []
+    assert rig.readers.wait_any == rig.readers.wait_end == []
 
 
 # --- the asynchronous face
@@ -325,20 +331,106 @@ def test_a_handle_is_awaited_in_two_loops_and_a_thread_at_once():
     assert outputs[0] is outputs[1] is outputs[2]
 
 
-def test_a_cancelled_await_withdraws_its_waiter_and_disturbs_nobody():
+def test_a_timeout_of_ours_withdraws_its_waiter_and_the_request_goes_on():
     """A20."""
     rig = Rig()
 
     async def main():
+        for timeout in (0.01, 0, -1):
+            with pytest.raises(TimeoutError, match="request 7"):
+                await rig.handle.aresult(timeout)
+            assert rig.readers.wait_end == []
+        waiting = asyncio.create_task(rig.handle.aresult(LONG))
+        await asyncio.sleep(0)
+        rig.deliver(4, finish=FinishReason.LENGTH)
+        return await waiting
+
+    assert completion(asyncio.run(main())).token_ids == [4]
+    assert rig.aborted == []
+
+
+@pytest.mark.parametrize("read", ["aresult", "__anext__"])
+def test_a_wait_that_is_cancelled_cancels_the_request_while_its_handle_lives(read):
+    """A22: as a client that goes away is noticed, by a server that still holds the handle."""
+    rig = Rig()
+
+    async def main():
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(rig.handle.aresult(), 0.01)
-        assert rig.box.wait_end == []
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(rig.handle.__anext__(), 0.01)
-        assert rig.box.wait_any == []
+            await asyncio.wait_for(getattr(rig.handle, read)(), 0.01)
+        assert rig.readers.wait_end == rig.readers.wait_any == []
+
+    asyncio.run(main())
+    assert set(rig.aborted) == {7}
+
+
+def test_a_task_that_is_cancelled_between_two_pieces_cancels_the_request():
+    """A22: it waits for something else then, such as a client that reads slowly."""
+    rig = Rig()
+
+    async def serve(at_work):
+        async for _ in rig.handle:
+            at_work.set()
+            await asyncio.Event().wait()
+
+    async def main():
+        at_work = asyncio.Event()
+        task = asyncio.create_task(serve(at_work))
+        await asyncio.sleep(0)
+        rig.deliver(1)
+        await at_work.wait()
+        assert rig.aborted == []
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert set(rig.aborted) == {7}
+
+
+@pytest.mark.parametrize("others", ["a task that waits", "a task at work", "a thread"])
+def test_while_somebody_else_reads_a_cancelled_task_takes_nothing_away(others):
+    """A22: the request is cancelled with the last of its readers."""
+    rig = Rig(streaming=True)
+
+    async def read(event=None):
+        async for _ in rig.handle:
+            if event is not None:
+                await event.wait()
+
+    async def main():
+        event = asyncio.Event()
+        other = None
+        if others == "a thread":
+            thread = in_thread(rig.handle.result, LONG)
+        else:
+            other = asyncio.create_task(read(event if others == "a task at work" else None))
+        task = asyncio.create_task(rig.handle.aresult())
+        await asyncio.to_thread(rig.until_waiting, 2)
+        if others == "a task at work":
+            rig.deliver(1)
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert rig.aborted == []
+        if other is None:
+            rig.deliver(finish=FinishReason.LENGTH)
+            assert thread.result(LONG).finished
+        else:
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+            await asyncio.sleep(0)
+            assert set(rig.aborted) == {7}
+
+    asyncio.run(main())
+
+
+def test_a_cancel_that_meets_the_end_changes_nothing():
+    """A17, A20: woken and cancelled in the same turn of the loop; the wake-up finds a future that is done."""
+    rig = Rig()
+
+    async def main():
         task = asyncio.create_task(rig.handle.aresult())
         await asyncio.sleep(0)
-        # Woken and cancelled in the same turn of the loop: the wake-up finds a future that is done.
         rig.deliver(4, finish=FinishReason.LENGTH)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -350,13 +442,32 @@ def test_a_cancelled_await_withdraws_its_waiter_and_disturbs_nobody():
     assert rig.aborted == []
 
 
+def test_following_handles_keeps_none_of_them_and_no_task():
+    """A server's task reads one handle after another for as long as it lives."""
+
+    async def main():
+        for _ in range(3):
+            rig = Rig()
+            rig.deliver(1)
+            await rig.handle.__anext__()
+            waiting = asyncio.ensure_future(rig.handle.__anext__())
+            await asyncio.sleep(0)
+            rig.deliver(2, finish=FinishReason.LENGTH)
+            await waiting
+        return weakref.ref(rig.handle), weakref.ref(waiting)
+
+    handle, task = asyncio.run(main())
+    gc.collect()
+    assert handle() is None and task() is None and len(followers._followed_by) == 0
+
+
 def test_a_closed_loop_does_not_keep_the_wake_up_from_others():
     """A20."""
     rig = Rig()
     loop = asyncio.new_event_loop()
     task = loop.create_task(rig.handle.aresult())
     loop.run_until_complete(asyncio.sleep(0))
-    assert len(rig.box.wait_end) == 1
+    assert len(rig.readers.wait_end) == 1
     loop.close()
     future = in_thread(rig.handle.result, LONG)
     other = in_thread(lambda: asyncio.run(rig.handle.aresult()))

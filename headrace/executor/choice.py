@@ -1,0 +1,104 @@
+"""The reader's side of one choice: it takes what lies in the mailbox and makes text of it. One thread at a time uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.executor.extras import Extras, Taken
+from headrace.executor.mailbox import Mailbox
+from headrace.executor.request import TextStage
+from headrace.outputs import CompletionOutput
+
+
+class Choice:
+    """``stage``: makes text here, when nobody else does."""
+
+    __slots__ = ("_ending_given", "_given_text", "_given_tokens", "_stage", "ended", "extras", "mailbox", "text", "token_ids")
+
+    def __init__(self, mailbox: Mailbox, stage: TextStage | None) -> None:
+        self.mailbox = mailbox
+        self._stage = stage
+        self.token_ids: list[int] = []
+        self.text = ""
+        # Whether the ending has been taken from the mailbox, and with it the last tokens.
+        self.ended = False
+        extras: Extras | None = mailbox.extras
+        self.extras = None if extras is None else Taken(extras.wanted)
+        # How much of text and tokens has been given out by iterating or as the final output.
+        self._given_text = 0
+        self._given_tokens = 0
+        self._ending_given = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self.ended and self.mailbox.error is not None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the mailbox has something to take. Holds its lock."""
+        box = self.mailbox
+        return bool(box.unread_tokens) or (box.ended and not self.ended)
+
+    @property
+    def new(self) -> bool:
+        """Whether something was taken that has not been given out."""
+        if len(self.token_ids) > self._given_tokens or len(self.text) > self._given_text:
+            return True
+        return self.ended and not self._ending_given and not self.failed
+
+    def take(self) -> None:
+        """Empty the mailbox."""
+        if self.ended:
+            return
+        box = self.mailbox
+        with box.lock:
+            tokens, box.unread_tokens = box.unread_tokens, []
+            texts, box.unread_text = box.unread_text, []
+            rows = None
+            if box.extras is not None and self.extras is not None:
+                rows = box.extras.take()
+                self.extras.add_prompt(box.extras)
+            self.ended = box.ended
+        if self._stage is not None:
+            texts.append(self._stage.feed(tokens).text)
+            if self.ended:
+                texts.append(self._stage.flush().text)
+        if rows is not None and self.extras is not None:
+            self.extras.add(rows)
+        self.token_ids += tokens
+        self.text += "".join(texts)
+
+    def snapshot(self, index: int) -> CompletionOutput:
+        """All so far, with what is new since the last one.
+
+        Its ending is that which was there when the mailbox was emptied: looked for again now, one could be found whose tokens still lie
+        there.
+        """
+        box = self.mailbox
+        finish = box.finish if self.ended else None
+        new = self._given_tokens
+        completion = CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=self.token_ids.copy(),
+            text_diff=self.text[self._given_text :],
+            token_ids_diff=self.token_ids[new:],
+            finish_reason=None if finish is None else str(finish),
+            stop_reason=box.stop_reason if finish is not None else None,
+        )
+        if self.extras is not None:
+            completion = msgspec.structs.replace(completion, **self._extras(self.extras, new))
+        self._given_text, self._given_tokens = len(self.text), len(self.token_ids)
+        self._ending_given = self.ended
+        return completion
+
+    def _extras(self, extras: Taken, new: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if extras.wanted.width:
+            fields |= {"logprobs": extras.logprobs.copy(), "logprobs_diff": extras.logprobs[new:], "cumulative_logprob": extras.cumulative}
+        if self.ended:
+            fields["generation_logits"] = extras.generation_logits()
+        return fields

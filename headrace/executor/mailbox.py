@@ -1,0 +1,187 @@
+"""The dispatch thread's side of a handle: a :class:`Mailbox` for each choice, in which deltas that nobody has read yet merge, and the
+:class:`Readers` of all of them together. The ledger knows only mailboxes, so a handle that the user dropped is collected, and its requests
+with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from headrace.errors import HeadraceError, RequestError
+from headrace.executor.extras import Extras
+from headrace.executor.request import TextStage
+from headrace.outputs import FinishReason
+
+log = logging.getLogger("headrace.executor")
+
+
+class Waiter:
+    """Somebody who waits for a handle: a thread (``loop`` is None) or a task. Woken at most once: it is taken off the list for that."""
+
+    __slots__ = ("future", "gate", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = loop
+        self.future: asyncio.Future[None] | None = None
+        self.gate: threading.Lock | None = None
+        if loop is None:
+            self.gate = threading.Lock()
+            self.gate.acquire()
+        else:
+            self.future = loop.create_future()
+
+
+def wake(waiters: list[Waiter]) -> None:
+    """Wake them, each event loop once however many of its tasks wait. Called without the lock."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for waiter in waiters:
+        if waiter.gate is not None:
+            waiter.gate.release()
+        elif waiter.loop is not None and waiter.future is not None:
+            by_loop.setdefault(waiter.loop, []).append(waiter.future)
+    for loop, futures in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, futures)
+        except RuntimeError:
+            # The loop was closed with its tasks: nobody is left to wake, and the other loops must still be.
+            continue
+
+
+def _set_all(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        # A task that was cancelled while we were on our way has its future cancelled.
+        if not future.done():
+            future.set_result(None)
+
+
+class Readers:
+    """Who waits for a handle, and whether it is over: when all its choices have ended, or the first of them has failed. Guarded by the lock
+    of all mailboxes.
+
+    Choices are requests of their own, each with its own ending; to their reader they are one. So the failure of one is that of the handle,
+    and the others are cancelled: ``cancel`` is called with the id of each, takes no lock and never blocks.
+    """
+
+    __slots__ = ("_cancel", "_request_ids", "error", "open", "wait_any", "wait_end")
+
+    def __init__(self, request_ids: range, cancel: Callable[[int], None]) -> None:
+        self._request_ids = request_ids
+        self._cancel = cancel
+        # Choices that have not ended.
+        self.open = len(request_ids)
+        # Of the first that failed; never changed once set.
+        self.error: HeadraceError | None = None
+        self.wait_any: list[Waiter] = []
+        self.wait_end: list[Waiter] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return not self.open or self.error is not None
+
+    def failed(self, error: HeadraceError) -> None:
+        """One of the choices has."""
+        self.open -= 1
+        if self.error is None:
+            self.error = error
+            if self.open:
+                # That of an id which has ended is nothing.
+                for request_id in self._request_ids:
+                    self._cancel(request_id)
+
+
+class Mailbox:
+    """What has arrived for one choice and was not read yet. Every access holds ``lock``, which all mailboxes of an executor share.
+
+    ``extras``: what comes beside the tokens, for those that asked for it; released with them, so that the two always agree.
+    """
+
+    __slots__ = ("error", "extras", "finish", "lock", "readers", "stage", "stop_reason", "token_ids", "unread_text", "unread_tokens")
+
+    def __init__(self, lock: threading.RLock, readers: Readers, stage: TextStage | None = None, extras: Extras | None = None) -> None:
+        self.lock = lock
+        self.readers = readers
+        # Only a stage that looks for stop strings runs on this side; it sees tokens before they count as arrived.
+        self.stage = stage
+        self.extras = extras
+        self.token_ids: list[int] = []  # fed to the stage and held back by it
+        self.unread_tokens: list[int] = []
+        self.unread_text: list[str] = []
+        # The ending: both None while the request lives; never changed once set.
+        self.finish: FinishReason | None = None
+        self.error: HeadraceError | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will arrive."""
+        return self.finish is not None or self.error is not None
+
+    def deliver(self, tokens: list[int], finish: FinishReason | None, stop_reason: int | None, error: str | None) -> bool:
+        """Take one delta. True: the request has ended here, by a stop string that was found or a text stage that failed."""
+        if self.stage is None:
+            self.unread_tokens += tokens
+            if self.extras is not None:
+                self.extras.release(len(tokens))
+        else:
+            try:
+                if self._make_text(self.stage, tokens, finish):
+                    return True
+            except Exception as fault:
+                # One frame carries many requests, and their readers are woken after it: the fault of one stage ends its request only.
+                log.exception("making text failed")
+                self.fail(RequestError(f"the text of this request could not be made: {type(fault).__name__}: {fault}"))
+                return True
+        if finish is FinishReason.ERROR:
+            self.fail(RequestError(error or "the engine failed this request"))
+        elif finish is not None:
+            self._end(finish, stop_reason if finish is FinishReason.STOP else None)
+        return False
+
+    def _make_text(self, stage: TextStage, tokens: list[int], finish: FinishReason | None) -> bool:
+        """Whether a stop string was found."""
+        self.token_ids += tokens
+        count, text, stop = stage.feed(tokens)
+        self._release(count, text)
+        if stop is None and finish is not None and finish is not FinishReason.ERROR:
+            count, text, stop = stage.flush()
+            self._release(count, text)
+            if finish is FinishReason.ABORT or finish is FinishReason.TIMEOUT:
+                return False
+        if stop is None:
+            return False
+        self.token_ids.clear()
+        self._end(FinishReason.STOP, stop)
+        return True
+
+    def _release(self, count: int, text: str) -> None:
+        if count:
+            self.unread_tokens += self.token_ids[:count]
+            del self.token_ids[:count]
+            if self.extras is not None:
+                self.extras.release(count)
+        if text:
+            self.unread_text.append(text)
+
+    def _end(self, finish: FinishReason, stop_reason: str | int | None) -> None:
+        self.finish, self.stop_reason = finish, stop_reason
+        self.readers.open -= 1
+
+    def fail(self, error: HeadraceError) -> None:
+        """End with an error, unless it has ended."""
+        if not self.ended:
+            self.error = error
+            self.readers.failed(error)
+
+    def take_waiters(self, into: list[Waiter]) -> None:
+        """Move those who have something to wake up for."""
+        readers = self.readers
+        if readers.wait_any:
+            into += readers.wait_any
+            readers.wait_any = []
+        if readers.wait_end and readers.over:
+            into += readers.wait_end
+            readers.wait_end = []
