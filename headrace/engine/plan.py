@@ -24,7 +24,7 @@ class StepPlan:
         starts: [S] position of the first of each sequence's tokens, which is how many it has in the KV cache already.
         lengths: [S] tokens of each sequence in this step, at least 1; they sum to T.
         tables: block tables joined; sequence s has ceil((starts[s] + lengths[s]) / tokens_per_block) entries.
-        samples: [R] indices into ``tokens`` whose logits are wanted, ascending.
+        samples: [R] indices into ``tokens`` whose logits are wanted, ascending: of each chunk ``wanted``, and the last if it samples.
         copies: [3 C] for each copy the block that is read, the block that is written, which may be the same, and how many of its first
             tokens are copied; the rest of the written block is cleared.
     """
@@ -46,12 +46,14 @@ class StepPlan:
             tables += memoryview(cache.table(sequence.request_id)[: cache.blocks_for(end)]).cast("B")
         lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
         samples = np.array([chunk.samples for chunk in chunks], dtype=np.bool_)
+        ends = np.cumsum(lengths, dtype=np.int32)
+        rows = _rows(chunks, ends) if any(chunk.sequence.wanted for chunk in chunks) else (ends - 1)[samples]
         return cls(
             tokens=np.frombuffer(tokens, dtype=np.int32),
             starts=np.array([chunk.start for chunk in chunks], dtype=np.int32),
             lengths=lengths,
             tables=np.frombuffer(tables, dtype=np.int32),
-            samples=(np.cumsum(lengths, dtype=np.int32) - 1)[samples],
+            samples=rows,
             copies=np.frombuffer(cache.take_copies(), dtype=np.int32),
         )
 
@@ -63,3 +65,15 @@ class StepPlan:
     def arrays(self) -> tuple[Int32, ...]:
         """The arrays to broadcast."""
         return self.tokens, self.starts, self.lengths, self.tables, self.samples, self.copies
+
+
+def _rows(chunks: Sequence[Chunk], ends: Int32) -> Int32:
+    """``samples`` where more than last tokens are wanted."""
+    rows: list[int] = []
+    for chunk, end in zip(chunks, ends.tolist(), strict=True):
+        shift = end - chunk.start - chunk.length
+        wanted = chunk.wanted
+        rows.extend(range(wanted.start + shift, wanted.stop + shift))
+        if chunk.samples and not (wanted and wanted.stop == chunk.start + chunk.length):
+            rows.append(end - 1)
+    return np.array(rows, dtype=np.int32)

@@ -3,7 +3,8 @@
 A step takes at most ``max_num_tokens`` tokens of at most ``max_batch_size`` requests. Requests are served by rank: higher priority first,
 equal priorities in the order of their arrival. Those that run come first, in that order, each with the token that it decodes or the next
 chunk of its prompt; then waiting ones are admitted while budget, batch and KV blocks allow. A prompt longer than the budget is prefilled in
-chunks. A prompt whose beginning is in the KV cache starts behind it, with at least one token to compute.
+chunks. A prompt whose beginning is in the KV cache starts behind it, with at least one token to compute. One whose tokens all
+give logits is computed whole, in chunks that give no more than ``max_logit_rows`` of them.
 
 A request may have branches, for beam search: sequences that share the blocks of what they have in common. They are neighbours in rank, are
 admitted and preempted together, and sample in the same step or not at all: those whose last token alone is not computed yet wait for the
@@ -94,7 +95,8 @@ class Sequence:
     Attributes:
         limit: so many tokens it has at most.
         chain: names of its blocks; None: its blocks are not found by others, nor does it look for any.
-        reuse: whether it looks for blocks; otherwise all of its tokens are computed.
+        wanted: positions whose logits are still wanted though no token is sampled from them: those of the prompt, for its logprobs. While
+            there are any it looks for no blocks, and computes all of its tokens.
         branches: None for a request that has no others.
     """
 
@@ -106,7 +108,7 @@ class Sequence:
     state: State = State.WAITING
     limit: int = 0
     chain: Chain | None = None
-    reuse: bool = True
+    wanted: range = range(0)
     branches: Branches | None = None
 
     @property
@@ -135,6 +137,13 @@ class Chunk(NamedTuple):
         """Whether the last of them is the last token known, so that its logits give the next one."""
         return self.start + self.length == len(self.sequence.tokens)
 
+    @property
+    def wanted(self) -> range:
+        """Those of its positions whose logits are wanted, whether or not the last of them samples."""
+        wanted = self.sequence.wanted
+        first, stop = max(self.start, wanted.start), min(self.start + self.length, wanted.stop)
+        return range(first, max(first, stop))
+
 
 class Scheduler:
     """Owns the KV block accounting and every live sequence. Each step: ``schedule``, run it, then ``append`` or ``end`` what sampled.
@@ -142,15 +151,25 @@ class Scheduler:
     ``evict``: whether requests are admitted that may have to be preempted.
     """
 
-    def __init__(self, cache: KVCache, *, max_batch_size: int, max_num_tokens: int, max_seq_len: int, evict: bool = True) -> None:
-        if max_batch_size < 1 or max_num_tokens < 1:
-            raise ValueError(f"a step of {max_batch_size} requests and {max_num_tokens} tokens does nothing")
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        max_logit_rows: int = 256,
+        evict: bool = True,
+    ) -> None:
+        if max_batch_size < 1 or max_num_tokens < 1 or max_logit_rows < 1:
+            raise ValueError(f"a step of {max_batch_size} requests, {max_num_tokens} tokens and {max_logit_rows} wanted rows does nothing")
         if cache.blocks_for(max_seq_len) > cache.num_blocks:
             raise ValueError(f"max_seq_len={max_seq_len} does not fit into {cache!r}: the oldest request could get stuck")
         self.cache = cache
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.max_seq_len = max_seq_len
+        self.max_logit_rows = max_logit_rows
         self.evict = evict
         #: live sequences by state; plain numbers, which another thread may read while this one schedules
         self.counts = dict.fromkeys(State, 0)
@@ -178,7 +197,7 @@ class Scheduler:
         *,
         max_tokens: int | None = None,
         width: int = 1,
-        reuse: bool = True,
+        wanted: range = range(0),
         salt: str | None = None,
         adapter: str | None = None,
     ) -> Sequence:
@@ -187,7 +206,7 @@ class Scheduler:
         Args:
             max_tokens: most tokens that it generates; None: as many as fit. The caller ends it by then.
             width: most branches that it has when a step begins.
-            reuse: False: all of its tokens are computed, for somebody wants their logits.
+            wanted: see ``Sequence``.
             salt, adapter: only requests of the same salt and adapter share KV blocks.
 
         Raises RequestError if it can never run, ValueError if its id is live already.
@@ -200,7 +219,9 @@ class Scheduler:
         if width > 1:
             self._check_width(width, limit)
         rank = Rank(-priority, next(self._arrivals))
-        sequence = Sequence(request_id, prompt, len(prompt), rank, limit=limit, chain=self.cache.chain(prompt, salt, adapter), reuse=reuse)
+        sequence = Sequence(
+            request_id, prompt, len(prompt), rank, limit=limit, chain=self.cache.chain(prompt, salt, adapter), wanted=wanted
+        )
         if width > 1:
             sequence.branches = Branches(width, [sequence])
         self._waiting.add(request_id, rank, sequence)
@@ -233,7 +254,16 @@ class Scheduler:
         rank = sequence.rank._replace(branch=branches.made)
         chain = None if sequence.chain is None else sequence.chain.fork(tokens)
         child = Sequence(
-            child_id, tokens, sequence.prompt_length, rank, sequence.computed, State.DECODE, sequence.limit, chain, sequence.reuse, branches
+            child_id,
+            tokens,
+            sequence.prompt_length,
+            rank,
+            sequence.computed,
+            State.DECODE,
+            sequence.limit,
+            chain,
+            sequence.wanted,
+            branches,
         )
         branches.made += 1
         branches.members.append(child)
@@ -282,18 +312,21 @@ class Scheduler:
         """Chunks of the next step: of those that ran, then of those that it admits. They count as computed: the caller must run them."""
         self.cache.begin_step()
         chunks: list[Chunk] = []
-        budget = self.max_num_tokens
+        budget, rows = self.max_num_tokens, self.max_logit_rows
         for sequence in list(self._running):
-            # Once one gets nothing, for want of budget or blocks, none behind it gets anything; those that were preempted are behind it.
+            # Once one gets nothing, for want of budget, rows or blocks, none behind it gets anything; the preempted are behind it.
             if sequence.state is State.PREEMPTED or not budget:
                 break
             if sequence.branches is None:
                 if not sequence.remaining:
                     raise RuntimeError(f"{sequence!r} waits for append or end")
+                limit = min(budget, rows) if sequence.wanted else budget
+                if not limit:
+                    return chunks
                 if not self._make_room(sequence):
                     break
-                chunks.append(self._take(sequence, budget))
-                budget -= chunks[-1].length
+                chunks.append(self._take(sequence, limit))
+                budget, rows = self._left(chunks[-1], budget, rows)
             elif sequence is sequence.branches.members[0]:
                 dealt = self._deal(sequence.branches, budget)
                 if dealt is None:
@@ -302,16 +335,24 @@ class Scheduler:
                 budget -= sum(chunk.length for chunk in dealt)
         while budget and self._waiting:
             sequence = self._waiting.first()
-            if not self._admit(sequence):
+            limit = min(budget, rows) if sequence.wanted else budget
+            if not limit or not self._admit(sequence):
                 break
             if sequence.branches is None:
-                chunks.append(self._take(sequence, budget))
-                budget -= chunks[-1].length
+                chunks.append(self._take(sequence, limit))
+                budget, rows = self._left(chunks[-1], budget, rows)
             else:
                 dealt = self._deal(sequence.branches, budget) or []
                 chunks += dealt
                 budget -= sum(chunk.length for chunk in dealt)
         return chunks
+
+    @staticmethod
+    def _left(chunk: Chunk, budget: int, rows: int) -> tuple[int, int]:
+        """Tokens and rows of logits that others may have. None is admitted behind a prefill that is not finished, so then no tokens."""
+        if chunk.sequence.wanted:
+            rows -= len(chunk.wanted)
+        return budget - chunk.length if chunk.samples else 0, rows
 
     def _deal(self, branches: Branches, budget: int) -> list[Chunk] | None:
         """Chunks of all branches of a running request: to sample in this step, or to get there. None: budget or blocks are missing."""
@@ -403,7 +444,7 @@ class Scheduler:
         return True
 
     def _match(self, sequence: Sequence) -> Match:
-        if sequence.chain is None or not sequence.reuse:
+        if sequence.chain is None or sequence.wanted:
             return NO_MATCH
         return self.cache.match(sequence.chain, len(sequence.tokens))
 

@@ -70,6 +70,24 @@ def test_decoding_comes_before_prefill_and_the_budget_holds() -> None:
     assert step(scheduler) == [(1, 5, 1), (2, 9, 1), (3, 4, 4)]
 
 
+def test_wanted_logits_make_chunks_small_and_hold_back_what_is_behind() -> None:
+    scheduler = Scheduler(KVCache(100, 4), max_batch_size=8, max_num_tokens=32, max_seq_len=400, max_logit_rows=4)
+    submit(scheduler, 1, 3)
+    scheduler.submit(2, array("i", range(10)), 0.5, wanted=range(1, 9))
+    submit(scheduler, 3, 2)
+    submit(scheduler, 4, 5)
+    wanted = []
+    for expected in ([(1, 0, 3), (2, 0, 4)], [(1, 3, 1), (2, 4, 4)], [(1, 4, 1), (2, 8, 2), (3, 0, 2), (4, 0, 5)]):
+        chunks = scheduler.schedule()
+        assert [(chunk.sequence.request_id, chunk.start, chunk.length) for chunk in chunks] == expected
+        wanted += chunks[1].wanted
+        for chunk in chunks:
+            if chunk.samples:
+                scheduler.append(chunk.sequence, 7)
+        scheduler.check()
+    assert wanted == list(range(1, 9))
+
+
 def test_first_come_first_served_up_to_the_batch_size() -> None:
     scheduler = make(batch=2)
     for request_id in (5, 3, 9):

@@ -18,12 +18,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        blocks=st.integers(2, 12), block=st.integers(1, 4), batch=st.integers(1, 4), tokens=st.integers(1, 9), slack=st.integers(0, 3)
+        blocks=st.integers(2, 12),
+        block=st.integers(1, 4),
+        batch=st.integers(1, 4),
+        tokens=st.integers(1, 9),
+        slack=st.integers(0, 3),
+        rows=st.integers(1, 5),
     )
-    def start(self, blocks: int, block: int, batch: int, tokens: int, slack: int) -> None:
+    def start(self, blocks: int, block: int, batch: int, tokens: int, slack: int, rows: int) -> None:
         self.context = max(2, blocks * block - slack)
-        self.batch, self.budget, self.block = batch, tokens, block
-        self.scheduler = Scheduler(KVCache(blocks, block), max_batch_size=batch, max_num_tokens=tokens, max_seq_len=self.context)
+        self.batch, self.budget, self.block, self.rows = batch, tokens, block, rows
+        self.scheduler = Scheduler(
+            KVCache(blocks, block), max_batch_size=batch, max_num_tokens=tokens, max_seq_len=self.context, max_logit_rows=rows
+        )
         self.known: dict[int, list[int]] = {}
         self.priorities: dict[int, float] = {}
         self.computed: dict[int, int] = {}
@@ -31,11 +38,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.next_id = 0
         self.preemptions = 0
 
-    @rule(share=st.floats(0.0, 1.0), priority=st.sampled_from([0.5, 0.5, 0.1, 0.9]))
-    def submit(self, share: float, priority: float) -> None:
+    @rule(share=st.floats(0.0, 1.0), priority=st.sampled_from([0.5, 0.5, 0.1, 0.9]), wants=st.sampled_from([0, 0, 1, 2]))
+    def submit(self, share: float, priority: float, wants: int) -> None:
         length = 1 + int(share * (self.context - 2))
         prompt = [self.next_id * 1000 + place for place in range(length)]
-        self.sequences[self.next_id] = self.scheduler.submit(self.next_id, array("i", prompt), priority)
+        self.sequences[self.next_id] = self.scheduler.submit(self.next_id, array("i", prompt), priority, wanted=range(length * wants // 2))
         self.priorities[self.next_id] = priority
         self.known[self.next_id] = prompt
         self.computed[self.next_id] = 0
@@ -76,6 +83,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(slots) == length and not slots & written, "no slot is written twice"
             written |= slots
             self.computed[request_id] += length
+        assert sum(len(chunk.wanted) for chunk in chunks) <= self.rows
+        for sequence, start, length in chunks:
+            assert sequence.wanted.start >= start or not sequence.wanted, "no wanted position is passed over"
+            sequence.wanted = range(min(max(sequence.wanted.start, start + length), sequence.wanted.stop), sequence.wanted.stop)
         for chunk in chunks:
             request_id = chunk.sequence.request_id
             known = self.known[request_id]
