@@ -28,6 +28,37 @@ class LogprobRows:
     logprobs: Float32
     ranks: Int32
 
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, rows: slice) -> LogprobRows:
+        return LogprobRows(self.token_ids[rows], self.logprobs[rows], self.ranks[rows])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.token_ids.nbytes + self.logprobs.nbytes + self.ranks.nbytes
+
+    @classmethod
+    def join(cls, pieces: Sequence[LogprobRows]) -> LogprobRows:
+        """Rows of equal width, one piece after the other."""
+        return cls(
+            np.concatenate([piece.token_ids for piece in pieces]),
+            np.concatenate([piece.logprobs for piece in pieces]),
+            np.concatenate([piece.ranks for piece in pieces]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One result of a beam search; ``ipc.messages.Beam``."""
+
+    token_ids: Sequence[int]
+    finish: FinishReason
+    stop_reason: int | None
+    cumulative_logprob: float
+    score: float
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
@@ -75,6 +106,7 @@ class StepOutputs:
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     generation_logits: dict[int, Float32] = field(default_factory=dict)
     context_logits: dict[int, Float32] = field(default_factory=dict)
+    beams: dict[int, Sequence[Beam]] = field(default_factory=dict)
 
     def add(
         self,

@@ -13,8 +13,10 @@ from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.kv_cache import KVCache, cache_limits
+from headrace.engine.logit_rules import LogitRules
 from headrace.engine.models import open_checkpoint
 from headrace.engine.plan import StepPlan
+from headrace.engine.readout import Readout
 from headrace.engine.sampler import NO_TOKEN, RowSampling, sample
 from headrace.engine.scheduler import Chunk, Scheduler, State
 from headrace.engine.scheduler import Sequence as LiveSequence
@@ -22,6 +24,10 @@ from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
 
 log = logging.getLogger("headrace.engine")
+
+
+#: most memory of the logits that one step gives beside those that tokens are chosen from, which a prompt's logprobs need
+WANTED_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner(Protocol):
@@ -63,12 +69,14 @@ def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast 
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that the scheduler has."""
+    """A request that the scheduler has. ``rules``, ``readout``: None for one that has no need of them."""
 
     request: EngineRequest
     sequence: LiveSequence
     sampling: RowSampling
     eos: frozenset[int]
+    rules: LogitRules | None
+    readout: Readout | None
 
 
 class ModelEngine:
@@ -100,6 +108,7 @@ class ModelEngine:
             max_batch_size=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             max_seq_len=max_seq_len,
+            max_logit_rows=max(1, WANTED_LOGITS_BYTES // (4 * model.vocab_size)),
             evict=config.capacity_scheduler_policy == "MAX_UTILIZATION",
         )
         self._live: dict[int, _Live] = {}
@@ -119,30 +128,30 @@ class ModelEngine:
         Raises ValueError for an id that is live already; one whose ending ``step`` has given out may be used again.
         """
         prompt, params, vocab_size = request.prompt_token_ids, request.params, self.facts.vocab_size
+        eos = frozenset(self.facts.eos_token_ids if params.end_id is None else (params.end_id,))
+        if params.ignore_eos:
+            eos = frozenset()
         # First what could fail: from there on the scheduler has it, and it must be in both places or in none.
         sampling = RowSampling.of(params, request.seed, vocab_size)
+        readout = Readout.of(request)
         try:
             if len(prompt) and not (prompt.min() >= 0 and prompt.max() < vocab_size):
                 wrong = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
                 raise RequestError(f"token id {wrong} is out of range: the vocabulary has {vocab_size} tokens")
+            rules = LogitRules.of(request, eos.union(params.stop_token_ids), vocab_size)
             sequence = self._scheduler.submit(
                 request.request_id,
                 array("i", prompt.tobytes()),
                 request.priority,
                 max_tokens=request.max_tokens,
+                wanted=range(0) if readout is None else readout.wanted,
                 salt=request.cache_salt,
                 adapter=request.lora,
             )
         except RequestError as error:
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
             return
-        eos = self.facts.eos_token_ids if params.end_id is None else (params.end_id,)
-        self._live[request.request_id] = _Live(
-            request=request,
-            sequence=sequence,
-            sampling=sampling,
-            eos=frozenset() if params.ignore_eos else frozenset(eos),
-        )
+        self._live[request.request_id] = _Live(request, sequence, sampling, eos, rules, readout)
 
     def cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
         """End it in the next step; one that waits never runs."""
@@ -193,8 +202,14 @@ class ModelEngine:
         self._steps += 1
         self._computed_tokens += sum(chunk.length for chunk in chunks)
         sampled = [self._live[chunk.sequence.request_id] for chunk in chunks if chunk.samples]
-        if logits is None or len(logits) != len(sampled):
-            raise RuntimeError(f"the runner gave no logits for {len(sampled)} rows")
+        wanting = any(chunk.sequence.wanted for chunk in chunks)
+        num_rows = sum(len(chunk.wanted) + chunk.own_row for chunk in chunks) if wanting else len(sampled)
+        if logits is None or len(logits) != num_rows:
+            raise RuntimeError(f"the runner gave no logits for {num_rows} rows")
+        if wanting:
+            logits = self._read_prompts(chunks, logits, outputs)
+        if any(live.rules is not None or live.readout is not None for live in sampled):
+            sampled, logits = self._apply_rules(sampled, logits, outputs)
         try:
             tokens = sample(logits, [live.sampling for live in sampled], [len(live.sequence.tokens) for live in sampled])
         except Exception:
@@ -205,21 +220,66 @@ class ModelEngine:
         for live, token in zip(sampled, tokens, strict=True):
             self._accept(live, token, outputs)
 
+    def _read_prompts(self, chunks: Sequence[Chunk], logits: Float32, outputs: StepOutputs) -> Float32:
+        """Hand out what the rows of prompts tell; a copy of the rows that tokens are chosen from."""
+        rows: list[int] = []
+        start = 0
+        for chunk in chunks:
+            sequence, wanted, samples = chunk.sequence, chunk.wanted, chunk.samples
+            stop = start + len(wanted)
+            end = stop + chunk.own_row
+            if samples:
+                rows.append(end - 1)
+            readout = self._live[sequence.request_id].readout
+            if wanted and readout is not None:
+                readout.read_prompt(chunk, logits[start:stop], outputs)
+                sequence.wanted = range(wanted.stop, sequence.wanted.stop)
+                if not samples:
+                    outputs.add(sequence.request_id, ())
+            start = end
+        return logits[rows]
+
+    def _apply_rules(self, sampled: list[_Live], logits: Float32, outputs: StepOutputs) -> tuple[list[_Live], Float32]:
+        """Keep the rows of those that asked, then apply the rules, in place. One that raises ends its request: the others are left."""
+        if not logits.flags.writeable:
+            logits = logits.copy()
+        kept: list[int] = []
+        for row, live in enumerate(sampled):
+            if live.readout is not None:
+                live.readout.before_rules(logits[row], changes=live.rules is not None)
+            if live.rules is not None:
+                try:
+                    live.rules.apply(logits[row], live.sequence.tokens)
+                except Exception as error:
+                    self._fail_sampling(live, error, outputs)
+                    continue
+            kept.append(row)
+        if len(kept) == len(sampled):
+            return sampled, logits
+        return [sampled[row] for row in kept], logits[kept]
+
     def _sample_alone(self, live: _Live, logits: Float32, outputs: StepOutputs) -> None:
         """Sample one row, [1, vocabulary]; an exception ends its request."""
         try:
             (token,) = sample(logits, [live.sampling], [len(live.sequence.tokens)])
         except Exception as error:
-            log.exception("request %d could not be sampled", live.request.request_id)
-            self._fail(live, f"the next token could not be sampled: {type(error).__name__}: {error}", outputs)
+            self._fail_sampling(live, error, outputs)
             return
         self._accept(live, token, outputs)
+
+    def _fail_sampling(self, live: _Live, error: Exception, outputs: StepOutputs) -> None:
+        log.error("request %d could not be sampled", live.request.request_id, exc_info=error)
+        text = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+        self._fail(live, f"the next token could not be sampled: {text}", outputs)
 
     def _accept(self, live: _Live, token: int, outputs: StepOutputs) -> None:
         request, sequence = live.request, live.sequence
         finish, stop_reason = None, None
         if token == NO_TOKEN:
-            self._fail(live, f"the model gave logits that are not finite after {len(sequence.tokens)} tokens", outputs)
+            why = "the model gave logits that are not finite"
+            if live.rules is not None:
+                why = "no token is allowed, or " + why
+            self._fail(live, f"{why} after {len(sequence.tokens)} tokens", outputs)
             return
         self._scheduler.append(sequence, token)
         self._generated_tokens += 1
@@ -232,6 +292,8 @@ class ModelEngine:
         if finish is not None:
             self._end(request.request_id)
         outputs.add(request.request_id, (token,), finish, stop_reason=stop_reason)
+        if live.readout is not None:
+            live.readout.read_token(request.request_id, token, outputs)
 
     def _fail(self, live: _Live, error: str, outputs: StepOutputs) -> None:
         request_id = live.request.request_id

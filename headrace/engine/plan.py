@@ -74,6 +74,6 @@ def _rows(chunks: Sequence[Chunk], ends: Int32) -> Int32:
         shift = end - chunk.start - chunk.length
         wanted = chunk.wanted
         rows.extend(range(wanted.start + shift, wanted.stop + shift))
-        if chunk.samples and not (wanted and wanted.stop == chunk.start + chunk.length):
+        if chunk.own_row:
             rows.append(end - 1)
     return np.array(rows, dtype=np.int32)

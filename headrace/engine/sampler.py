@@ -1,12 +1,14 @@
-"""From logits to token ids: greedy, temperature, top-k and top-p, with random numbers that belong to a position and not to a moment.
+"""From logits to token ids: greedy, temperature, top-k, top-p and min-p, with random numbers that belong to a position, not to a moment.
 
 The token of a sampled row depends on its logits, its parameters, its seed and its position in the sequence, and on nothing else: not on the
 other rows, the step, or the number of draws before. Rows are therefore worked on one by one, each with operations over the vocabulary, and
 share none; that is also faster than one pass over the whole batch, because a row of 49152 floats stays in the cache from one operation to
 the next. Greedy rows cost one argmax.
 
-Order of the filters, as in TensorRT-LLM's sampler: logits / temperature, then top-k, then top-p of what top-k has left (renormalised), then
-a draw from what is left (renormalised again). top-k >= vocabulary and top-p >= 1 filter nothing.
+Order of the filters, as in TensorRT-LLM's sampler and in transformers: logits / temperature, then top-k, then top-p of what top-k has left
+(renormalised), then min-p, whose measure is the greatest probability and so the same before and after the others, then a draw from what
+is left (renormalised again). top-k >= vocabulary, top-p >= 1 and min-p 0 filter nothing. What comes before, bias, penalties and what is
+forbidden, is in the logits already (``logit_rules``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.base import Float32
+from headrace.engine.logprobs import greatest
 from headrace.params import SamplingParams
 
 #: the token of a row that has no finite maximum
@@ -27,15 +30,19 @@ NO_TOKEN = -1
 #: limits of 1 / temperature: beyond them 0 * inf would turn up in float32; at either end the distribution has long stopped changing
 _MIN_SCALE, _MAX_SCALE = 1e-30, 1e30
 
+#: weights that are added up to one in the search for a place in a long row
+_BLOCK = 64
+
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How the rows of one request are sampled, worked out once. ``top_k`` 0 and ``top_p`` 1: no filter."""
+    """How the rows of one request are sampled, worked out once. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0: no filter."""
 
     greedy: bool
     scale: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
 
     @classmethod
@@ -48,6 +55,7 @@ class RowSampling:
             scale=min(max(1.0 / temperature, _MIN_SCALE), _MAX_SCALE) if temperature > 0 else _MAX_SCALE,
             top_k=0 if top_k >= vocab_size else top_k,
             top_p=1.0 if params.top_p is None else params.top_p,
+            min_p=params.min_p or 0.0,
             seed=seed & 0xFFFF_FFFF_FFFF_FFFF,
         )
 
@@ -77,9 +85,7 @@ def _draw(logits: Float32, maximum: np.float32, row: RowSampling, number: float)
     """Inverse CDF at ``number`` in [0, 1): over ids in descending order of their logits where a filter sorts them, else in order of id."""
     ids: npt.NDArray[np.int64] | None = None
     if row.top_k:
-        kth = np.partition(logits, len(logits) - row.top_k)[len(logits) - row.top_k]
-        ids = np.flatnonzero(logits >= kth)  # more than k where logits tie at the border: the lowest ids stay
-        ids = ids[np.argsort(-logits[ids], kind="stable")][: row.top_k]
+        ids = greatest(logits, row.top_k)
         logits = logits[ids]
     with np.errstate(over="ignore", under="ignore"):
         weights = np.exp((logits - maximum) * np.float32(row.scale))
@@ -93,11 +99,32 @@ def _draw(logits: Float32, maximum: np.float32, row: RowSampling, number: float)
             weights = weights[ids]
         size = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), row.top_p * mass)) + 1
         ids, weights = ids[:size], weights[:size]
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    # The first entry above the target has a weight above 0; rounding must not lift the target to the total, above which there is none.
-    target = min(number * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
-    chosen = int(np.searchsorted(cumulative, target, side="right"))
+    if row.min_p > 0.0:
+        # The most likely token has the weight 1.
+        kept = np.flatnonzero(weights >= row.min_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    chosen = _inverse_cdf(weights, number)
     return chosen if ids is None else int(ids[chosen])
+
+
+def _inverse_cdf(weights: Float32, number: float) -> int:
+    """The first index at which the sum of the weights up to it exceeds ``number`` in [0, 1) times the sum of all."""
+    start = 0
+    if len(weights) > 4 * _BLOCK:
+        # First the block, then the place in it: a running sum of the whole row takes five times as long as all else that is done to it.
+        blocks = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)), dtype=np.float64)
+        target = min(number * blocks[-1], np.nextafter(blocks[-1], 0.0))
+        block = int(np.searchsorted(blocks, target, side="right"))
+        start = block * _BLOCK
+        weights = weights[start : start + _BLOCK]
+        cumulative = np.cumsum(weights, dtype=np.float64)
+        target -= blocks[block - 1] if block else 0.0
+    else:
+        cumulative = np.cumsum(weights, dtype=np.float64)
+        target = number * cumulative[-1]
+    # The first entry above the target has a weight above 0; rounding must not lift the target to the total, above which there is none.
+    target = min(target, np.nextafter(cumulative[-1], 0.0))
+    return start + int(np.searchsorted(cumulative, target, side="right"))
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

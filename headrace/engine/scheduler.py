@@ -144,6 +144,12 @@ class Chunk(NamedTuple):
         first, stop = max(self.start, wanted.start), min(self.start + self.length, wanted.stop)
         return range(first, max(first, stop))
 
+    @property
+    def own_row(self) -> bool:
+        """Whether it samples from logits that are not among the wanted ones."""
+        wanted = self.wanted
+        return self.samples and not (wanted and wanted.stop == self.start + self.length)
+
 
 class Scheduler:
     """Owns the KV block accounting and every live sequence. Each step: ``schedule``, run it, then ``append`` or ``end`` what sampled.

@@ -134,6 +134,18 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True):
     ranks: Buffer
 
 
+class Beam(msgspec.Struct, frozen=True, array_like=True):
+    """One result of a beam search. ``token_ids``: int32, all of its tokens. ``finish`` and ``stop_reason`` as in :class:`Deltas`.
+    ``score``: ``cumulative_logprob``, the sum of the logprobs of its tokens, over its length to the power of the length penalty.
+    """
+
+    token_ids: Buffer
+    finish: int
+    stop_reason: int | None
+    cumulative_logprob: float
+    score: float
+
+
 class Deltas(Message, frozen=True, tag="deltas"):
     """What one engine step brought, for all its requests, as a structure of arrays.
 
@@ -142,6 +154,7 @@ class Deltas(Message, frozen=True, tag="deltas"):
     ``errors``: request id -> message, for those that finish with ERROR. By request id, for those that asked: ``logprobs`` of the new
     tokens, one row for each; ``prompt_logprobs`` of the prompt from its second token on, in pieces that follow each other;
     ``generation_logits`` float32 [new tokens, vocabulary]; ``context_logits`` float32 [tokens of the prompt, vocabulary], in such pieces.
+    Both come before the ending. ``beams``: request id -> results of its beam search, best first, with its ending and no other tokens.
     """
 
     step: int
@@ -155,6 +168,7 @@ class Deltas(Message, frozen=True, tag="deltas"):
     prompt_logprobs: dict[int, LogprobRows] = {}
     generation_logits: dict[int, Buffer] = {}
     context_logits: dict[int, Buffer] = {}
+    beams: dict[int, tuple[Beam, ...]] = {}
 
 
 class ShutdownDone(Message, frozen=True, tag="shutdown_done"):

@@ -9,10 +9,25 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headrace.engine.base import Engine, EngineRequest, Int32, Runner, StepOutputs
+from headrace.engine import base as engine
+from headrace.engine.base import Engine, EngineRequest, Float32, Int32, Runner, StepOutputs
 from headrace.errors import ChannelFullError
 from headrace.ipc.channel import Channel
-from headrace.ipc.messages import AnyMessage, Buffer, Cancel, Deltas, Loaded, Plan, PlanEnd, RequestHead, Shutdown, ShutdownDone, Submit
+from headrace.ipc.messages import (
+    AnyMessage,
+    Beam,
+    Buffer,
+    Cancel,
+    Deltas,
+    Loaded,
+    LogprobRows,
+    Plan,
+    PlanEnd,
+    RequestHead,
+    Shutdown,
+    ShutdownDone,
+    Submit,
+)
 from headrace.outputs import FinishReason
 from headrace.worker.backlog import Backlog
 from headrace.worker.deadlines import Deadlines
@@ -65,7 +80,7 @@ class Leader:
         """Receive what is there, waiting at most ``timeout`` seconds if there is no work; run one step. False: it is over."""
         self._receive(timeout)
         self._expire()
-        if self._engine.has_work:
+        if self._runs:
             self.step_began = self._clock()
             outputs = self._engine.step()
             self.step_began = None
@@ -83,6 +98,11 @@ class Leader:
             return True
         return False
 
+    @property
+    def _runs(self) -> bool:
+        """Whether there is a step to run, and room for what it brings."""
+        return self._engine.has_work and not self._backlog.full
+
     def step_age(self) -> float:
         """Seconds since the running step began; 0 between steps. For the control thread."""
         began = self.step_began
@@ -96,7 +116,7 @@ class Leader:
 
     def _patience(self, timeout: float | None) -> float | None:
         """How long to wait for a message: not at all while there is work, else until something else is due, at most ``timeout``."""
-        if self._engine.has_work:
+        if self._runs:
             return 0.0
         limits = [] if timeout is None else [timeout]
         if self._backlog:
@@ -144,7 +164,7 @@ class Leader:
         end = 0
         for head in message.requests:
             start, end = end, end + head.num_prompt_tokens
-            if not whole or not _makes_sense(head, len(message.params)):
+            if not whole or not _makes_sense(head, message):
                 self.bad_messages += 1
                 self._refuse(head.request_id, "the request was damaged on its way to the engine")
                 continue
@@ -157,6 +177,9 @@ class Leader:
                 seed=head.seed,
                 num_generated=head.num_generated,
                 priority=head.priority,
+                cache_salt=head.cache_salt,
+                lora=None if head.lora < 0 else message.loras[head.lora].path,
+                processor=None if head.processor < 0 else bytes(message.processors[head.processor].view),
             )
             try:
                 self._engine.submit(request)
@@ -203,6 +226,11 @@ class Leader:
             finish=bytes(outputs.finish),
             stop_reasons=outputs.stop_reasons,
             errors=outputs.errors,
+            logprobs={request_id: _rows(rows) for request_id, rows in outputs.logprobs.items()},
+            prompt_logprobs={request_id: _rows(rows) for request_id, rows in outputs.prompt_logprobs.items()},
+            generation_logits={request_id: _buffer(logits) for request_id, logits in outputs.generation_logits.items()},
+            context_logits={request_id: _buffer(logits) for request_id, logits in outputs.context_logits.items()},
+            beams={request_id: tuple(map(_beam, beams)) for request_id, beams in outputs.beams.items()},
         )
         try:
             self._results.send(message)
@@ -212,11 +240,25 @@ class Leader:
         return True
 
 
-def _makes_sense(head: RequestHead, num_params: int) -> bool:
+def _rows(rows: engine.LogprobRows) -> LogprobRows:
+    return LogprobRows(rows.token_ids.shape[1], _buffer(rows.token_ids), _buffer(rows.logprobs), _buffer(rows.ranks))
+
+
+def _buffer(values: Int32 | Float32) -> Buffer:
+    return Buffer(np.ascontiguousarray(values))
+
+
+def _beam(beam: engine.Beam) -> Beam:
+    return Beam(Buffer.int32(beam.token_ids), int(beam.finish), beam.stop_reason, beam.cumulative_logprob, beam.score)
+
+
+def _makes_sense(head: RequestHead, message: Submit) -> bool:
     """Whether its numbers fit together. NaN has no place in an order, so it is no priority and no deadline."""
     return (
         head.max_tokens >= 1
-        and 0 <= head.params < num_params
+        and 0 <= head.params < len(message.params)
+        and -1 <= head.lora < len(message.loras)
+        and -1 <= head.processor < len(message.processors)
         and 0 <= head.num_generated < head.num_prompt_tokens
         and not math.isnan(head.priority)
         and (head.timeout is None or not math.isnan(head.timeout))

@@ -78,9 +78,10 @@ class Driver:
         self.errors: dict[int, str] = {}
 
     def submit(self, request_id: int, prompt: list[int], max_tokens: int = 5, priority: float = 0.5, **params: Any) -> None:
+        head = {name: params.pop(name) for name in ("num_generated", "processor") if name in params}
         sampling = SamplingParams(max_tokens=max_tokens, **params)
         tokens = np.array(prompt, np.int32)
-        self.engine.submit(EngineRequest(request_id, tokens, sampling, max_tokens, seed=request_id, priority=priority))
+        self.engine.submit(EngineRequest(request_id, tokens, sampling, max_tokens, seed=request_id, priority=priority, **head))
 
     def step(self) -> StepOutputs:
         outputs = self.engine.step()

@@ -1,0 +1,150 @@
+"""A model without weights that is as strict as one: its logits follow from what the KV cache holds, so a wrong block or row shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from headrace.checkpoint import ModelConfig
+from headrace.config import EngineConfig
+from headrace.engine.base import Beam, EngineRequest, Float32, Int32, LogprobRows, StepOutputs
+from headrace.engine.model_engine import ModelEngine
+from headrace.engine.plan import StepPlan
+from headrace.outputs import FinishReason
+from headrace.params import SamplingParams
+
+VOCAB = 24
+EOS = 23
+
+
+class TinyRunner:
+    """Logits of a token are normal numbers that belong to all tokens up to it. Blocks hold token ids; what is not written is -1."""
+
+    model_name = "tiny"
+    dtype = "float32"
+    model_config = ModelConfig(
+        family="llama",
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=VOCAB,
+        max_seq_len=64,
+        rope_theta=1e4,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_ids=(EOS,),
+    )
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.versions: dict[str, str] = {}
+        self.size = config.tokens_per_block
+        self.cache = np.full((config.kv_cache_tokens // self.size, self.size), -1, np.int32)
+        self.plans: list[StepPlan] = []
+
+    def execute(self, arrays: Sequence[Int32]) -> Float32:
+        plan = StepPlan.from_arrays(arrays)
+        self.plans.append(plan)
+        copies = [(target, self.cache[source, :count].copy()) for source, target, count in plan.copies.reshape(-1, 3).tolist()]
+        for target, content in copies:
+            self.cache[target] = -1
+            self.cache[target, : len(content)] = content
+        contexts: list[Any] = []
+        first, place = 0, 0
+        for start, length in zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True):
+            end = start + length
+            table = plan.tables[place : place + -(-end // self.size)]
+            place += len(table)
+            for position in range(start, end):
+                self.cache[table[position // self.size], position % self.size] = plan.tokens[first + position - start]
+            contexts += [(table, position + 1) for position in range(start, end)]
+            first += length
+        assert place == len(plan.tables) and first == len(plan.tokens)
+        rows = [logits_after(self.cache[table].reshape(-1)[:length]) for table, length in (contexts[row] for row in plan.samples.tolist())]
+        return np.array(rows, np.float32).reshape(-1, VOCAB)
+
+    def close(self) -> None:
+        pass
+
+
+def logits_after(tokens: Any) -> Float32:
+    """float32 [VOCAB] of the token that follows."""
+    assert min(tokens, default=0) >= 0, "attention read what nobody wrote"
+    seed = blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=8).digest()
+    return (np.random.default_rng(int.from_bytes(seed, "little")).standard_normal(VOCAB) * 2).astype(np.float32)
+
+
+class Got:
+    """All that an engine has said of one request."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.finish: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.error: str | None = None
+        self.beams: Sequence[Beam] = ()
+        self.rows: dict[str, Any] = {}
+
+    def keep(self, kind: str, rows: Any) -> None:
+        before = self.rows.get(kind)
+        join: Callable[[list[Any]], Any] = LogprobRows.join if isinstance(rows, LogprobRows) else np.concatenate
+        self.rows[kind] = rows if before is None else join([before, rows])
+
+
+class TinyEngine:
+    """The model engine over a ``TinyRunner``, and what it has said."""
+
+    def __init__(self, **config: Any) -> None:
+        settings: dict[str, Any] = {"model": "tiny", "kv_cache_tokens": 256, "tokens_per_block": 4, "max_seq_len": 48, **config}
+        self.config = EngineConfig(**settings)
+        self.runner = TinyRunner(self.config)
+        self.engine = ModelEngine(self.config, self.runner)
+        self.got: dict[int, Got] = {}
+
+    def submit(self, request_id: int, prompt: Iterable[int], params: SamplingParams, **head: Any) -> None:
+        tokens = np.array(list(prompt), np.int32)
+        self.engine.submit(EngineRequest(request_id, tokens, params, params.max_tokens or 32, params.seed or 0, **head))
+
+    def step(self) -> StepOutputs:
+        outputs = self.engine.step()
+        assert len(set(outputs.request_ids)) == len(outputs.request_ids), "a request appears once in a step"
+        place = 0
+        for request_id, count, finish in zip(outputs.request_ids, outputs.counts, outputs.finish, strict=True):
+            got = self.got.setdefault(request_id, Got())
+            assert got.finish is None, "nothing follows an ending"
+            got.tokens += outputs.token_ids[place : place + count]
+            place += count
+            if finish:
+                got.finish = FinishReason(finish)
+                got.stop_reason, got.error = outputs.stop_reasons.get(request_id), outputs.errors.get(request_id)
+                got.beams = outputs.beams.get(request_id, ())
+            for kind in ("logprobs", "generation_logits"):
+                if (rows := getattr(outputs, kind).get(request_id)) is not None:
+                    assert len(rows) == count, "as many rows as tokens"
+                    got.keep(kind, rows)
+            for kind in ("prompt_logprobs", "context_logits"):
+                if (rows := getattr(outputs, kind).get(request_id)) is not None:
+                    got.keep(kind, rows)
+        assert place == len(outputs.token_ids)
+        return outputs
+
+    def run(self) -> dict[int, Got]:
+        for _ in range(2000):
+            if not self.engine.has_work:
+                assert self.engine.stats()["kv_blocks_used"] == 0, "blocks leak"
+                return self.got
+            self.step()
+        raise AssertionError("the engine does not end")
+
+
+def alone(prompt: Iterable[int], params: SamplingParams, **head: Any) -> Got:
+    """What a request gets that has an engine for itself."""
+    engine = TinyEngine()
+    engine.submit(1, prompt, params, **head)
+    return engine.run()[1]
