@@ -40,6 +40,16 @@ NUMBERS = {
     "i64": 11,
     "f64": 12,
 }
+#: where float16 scales and minima lie in a block, if not one at its beginning
+SCALES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 TYPE_NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
 
 
@@ -116,9 +126,11 @@ def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -
     raw = rng.integers(0, 256, (count, type_.block_bytes), np.uint8)
     if kind == "BF16":
         raw = (rng.standard_normal(count).astype("<f4").view("<u4") >> 16).astype("<u2").view(np.uint8).reshape(count, 2)
+    elif kind == "Q8_K":
+        raw[:, :4] = rng.standard_normal(count).astype("<f4").view(np.uint8).reshape(count, 4)
     else:
-        scales = 2 if kind.endswith("_1") else 1
-        raw[:, : 2 * scales] = rng.standard_normal((count, scales)).astype("<f2").view(np.uint8).reshape(count, -1)
+        for at in SCALES.get(kind, (0,)):
+            raw[:, at : at + 2] = rng.standard_normal(count).astype("<f2").view(np.uint8).reshape(count, 2)
     return Tensor(TYPE_NUMBERS[kind], shape, raw.tobytes())
 
 

@@ -1,7 +1,7 @@
 """Tensor types of GGUF and how their blocks become float32. Layouts: ``ggml-common.h`` and ``dequantize_row_*`` of ggml.
 
-A row is a sequence of blocks of 32 weights. In a 4-bit block, byte j holds weight j in its low and weight j + 16 in its high nibble; in a
-5-bit block a further 32-bit word holds the fifth bits in order. All numbers are little-endian.
+A row is a sequence of blocks, here of 32 weights; those of 256 are in ``k_quants``. In a 4-bit block, byte j holds weight j in its low and
+weight j + 16 in its high nibble; in a 5-bit block a further 32-bit word holds the fifth bits in order. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from headrace.checkpoint.k_quants import DECODERS
 
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
@@ -35,26 +37,26 @@ TENSOR_TYPES = {
     6: TensorType("Q5_0", 32, 22),
     7: TensorType("Q5_1", 32, 24),
     8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    15: TensorType("Q8_K", 256, 292),
+    20: TensorType("IQ4_NL", 32, 18),
+    23: TensorType("IQ4_XS", 256, 136),
     30: TensorType("BF16", 1, 2),
 }
 
 #: number in the file -> name, for those that exist but cannot be read: the error names them
 OTHER_TYPES = {
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -108,8 +110,8 @@ def decode_blocks(kind: TensorType, raw: Bytes, out: Float32) -> None:
             out[...] = _nibbles(raw[:, 8:]) | _fifth_bits(raw[:, 4:8])
             out *= _column(raw, 0, 2, "<f2").astype(np.float32)
             out += _column(raw, 2, 4, "<f2").astype(np.float32)
-        case _:
-            raise ValueError(f"no decoder for tensor type {kind.name}")
+        case name:
+            DECODERS[name](raw, out)
 
 
 def _column(raw: Bytes, start: int, stop: int, dtype: str) -> npt.NDArray[np.generic]:

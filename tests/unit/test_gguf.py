@@ -7,8 +7,10 @@ import tracemalloc
 from contextlib import closing
 from pathlib import Path
 
+import gguf.quants as gguf_quants
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,36 +52,15 @@ SCALARS = {
 }
 
 
-def half(data: bytes) -> float:
-    return struct.unpack("<e", data)[0]
-
-
-def slow_block(kind: str, block: bytes) -> list[float]:
-    """One block, number by number, from the struct definitions of ggml."""
-    match kind:
-        case "F32":
-            return [struct.unpack("<f", block)[0]]
-        case "F16":
-            return [half(block)]
-        case "BF16":
-            return [struct.unpack("<f", b"\0\0" + block)[0]]
-        case "Q8_0":
-            return [half(block[:2]) * weight for weight in struct.unpack("<32b", block[2:])]
-    scale = half(block[:2])
-    with_minimum, five_bits = kind.endswith("_1"), kind.startswith("Q5")
-    minimum = half(block[2:4]) if with_minimum else -(16 if five_bits else 8) * scale
-    packed = block[-16:]
-    quants = [byte & 15 for byte in packed] + [byte >> 4 for byte in packed]
-    if five_bits:
-        (high,) = struct.unpack("<I", block[-20:-16])
-        quants = [quant | (high >> index & 1) << 4 for index, quant in enumerate(quants)]
-    return [scale * quant + minimum for quant in quants]
-
-
-def slow_tensor(tensor: Tensor) -> np.ndarray:
+def reference(tensor: Tensor) -> np.ndarray:
+    """What the library of llama.cpp makes of it, which does not know Q8_K."""
     kind = TENSOR_TYPES[tensor.kind]
-    blocks = [tensor.data[at : at + kind.block_bytes] for at in range(0, len(tensor.data), kind.block_bytes)]
-    return np.array([value for block in blocks for value in slow_block(kind.name, block)]).reshape(tensor.shape)
+    raw = np.frombuffer(tensor.data, np.uint8).reshape(-1, kind.block_bytes)
+    if kind.name == "Q8_K":
+        values = raw[:, :4].copy().view("<f4") * raw[:, 4:260].view(np.int8)
+    else:
+        values = gguf_quants.dequantize(raw, GGMLQuantizationType[kind.name])
+    return np.asarray(values, np.float32).reshape(tensor.shape)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -101,24 +82,26 @@ def test_metadata_of_every_type(tmp_path: Path, version: int) -> None:
 @pytest.mark.parametrize("kind", TYPE_NUMBERS)
 def test_tensors_of_every_type_and_slices_of_them(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(7)
-    tensors = {"odd": f32(rng.standard_normal(3)), "matrix": random_blocks(kind, (5, 96), rng), "vector": random_blocks(kind, (64,), rng)}
+    width = max(96, 3 * TENSOR_TYPES[TYPE_NUMBERS[kind]].block_size)
+    matrix, vector = random_blocks(kind, (5, width), rng), random_blocks(kind, (width,), rng)
+    tensors = {"odd": f32(rng.standard_normal(3)), "matrix": matrix, "vector": vector}
     with closing(GGUFFile(write(tmp_path / "a.gguf", gguf_bytes({}, tensors)))) as file:
         if TENSOR_TYPES[TYPE_NUMBERS[kind]].block_size == 1:
             vector = file.read("vector", (3, 40))
-            np.testing.assert_array_equal(vector, slow_tensor(tensors["vector"])[3:40].astype(np.float32))
+            np.testing.assert_array_equal(vector, reference(tensors["vector"])[3:40].astype(np.float32))
         whole = file.read("matrix")
         # A scale times a weight is exact in float32 save for the last rounding.
-        np.testing.assert_allclose(whole, slow_tensor(tensors["matrix"]), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(whole, reference(tensors["matrix"]), rtol=1e-6, atol=1e-6)
         for rows in (None, (0, 5), (1, 4), (2, 2), (5, 5)):
-            for columns in (None, (0, 96), (1, 2), (31, 33), (40, 90), (32, 64), (7, 7)):
+            for columns in (None, (0, width), (1, 2), (31, 33), (40, width - 6), (32, 64), (7, 7)):
                 part = file.read("matrix", rows, columns)
                 assert part.dtype == np.float32
                 assert part.flags.c_contiguous
                 np.testing.assert_array_equal(part, whole[slice(*rows or (None,)), slice(*columns or (None,))])
-        for rows, columns in (((0, 6), None), ((-1, 2), None), ((3, 2), None), (None, (0, 97)), (None, (5, 4))):
+        for rows, columns in (((0, 6), None), ((-1, 2), None), ((3, 2), None), (None, (0, width + 1)), (None, (5, 4))):
             with pytest.raises(ValueError, match="outside"):
                 file.read("matrix", rows, columns)
-        np.testing.assert_array_equal(file.read("odd"), slow_tensor(tensors["odd"]).astype(np.float32))
+        np.testing.assert_array_equal(file.read("odd"), reference(tensors["odd"]).astype(np.float32))
         with pytest.raises(ValueError, match="no columns"):
             file.read("odd", None, (0, 1))
     np.testing.assert_array_equal(whole[0], whole[0].copy())  # it lives on after the mapping is gone
@@ -133,13 +116,14 @@ def test_the_alignment_of_the_file_is_followed(tmp_path: Path, alignment: int) -
         np.testing.assert_array_equal(file.read("even"), np.arange(4))
 
 
-def test_large_tensors_are_decoded_in_chunks(tmp_path: Path) -> None:
-    tensor = random_blocks("Q4_1", (700, 512), np.random.default_rng(1))  # more than one chunk, the last one cut short
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_large_tensors_are_decoded_in_chunks(tmp_path: Path, kind: str) -> None:
+    tensor = random_blocks(kind, (700, 512), np.random.default_rng(1))  # more than one chunk, the last one cut short
     with closing(GGUFFile(write(tmp_path / "a.gguf", gguf_bytes({}, {"w": tensor})))) as file:
-        np.testing.assert_allclose(file.read("w"), slow_tensor(tensor), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(file.read("w"), reference(tensor), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("number", [12, 14, 20, 999])
+@pytest.mark.parametrize("number", [16, 19, 999])
 def test_an_unreadable_type_is_named_only_when_it_is_asked_for(tmp_path: Path, number: int) -> None:
     data = gguf_bytes({"key": "value"}, {"w": Tensor(number, (2, 256), bytes(288))})
     with closing(GGUFFile(write(tmp_path / "a.gguf", data))) as file:
@@ -239,8 +223,8 @@ def test_missing_and_foreign_tensors_are_refused(tmp_path: Path) -> None:
             open_checkpoint(llama_file(tmp_path / "c.gguf", **{name: f32(np.ones(8))}))
     with pytest.raises(ModelError, match="rope scaling has 7 factors for 8 frequencies"):
         open_checkpoint(llama_file(tmp_path / "c.gguf", **{"rope_freqs.weight": f32(np.ones(7))}))
-    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is of type Q4_K"):
-        open_checkpoint(llama_file(tmp_path / "d.gguf", **{"blk.1.ffn_up.weight": Tensor(12, (96, 64), b"")}))
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is of type IQ1_S"):
+        open_checkpoint(llama_file(tmp_path / "d.gguf", **{"blk.1.ffn_up.weight": Tensor(19, (96, 64), b"")}))
 
 
 # --- damaged and hostile files ----------------------------------------------------------------------------------------------------------
