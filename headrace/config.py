@@ -64,6 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             its tokens are computed again later, which its text does not show. GUARANTEED_NO_EVICT admits only what can run to its
             ``max_tokens``. The first is the default: what is stopped is mostly found in the cache again, and the second one leaves places
             empty in proportion to how much ``max_tokens`` exceeds what is generated; ``max_tokens=None`` counts as the whole context.
+        event_buffer_max_size: events of the KV cache that are kept for readers; 0: none.
+        iter_stats_max_iterations: steps whose statistics are kept for readers; 0: none.
         echo: settings of the echo engine.
     """
 
@@ -80,6 +82,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     capacity_scheduler_policy: CapacityPolicy = "MAX_UTILIZATION"
+    event_buffer_max_size: int = 4096
+    iter_stats_max_iterations: int = 1000
     echo: EchoConfig = EchoConfig()
 
 

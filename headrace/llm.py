@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
-from headrace.config import DType, EchoConfig, EngineConfig, EngineFacts, Runner
+from headrace.config import CapacityPolicy, DType, EchoConfig, EngineConfig, EngineFacts, Runner
 from headrace.errors import QueueFullError, RequestError
 from headrace.lora import LoraRequest
 from headrace.outputs import RequestOutput
@@ -48,6 +49,11 @@ class LLM:
         kv_cache_tokens: size of the KV cache in tokens.
         tokens_per_block: tokens in one KV block.
         num_threads: threads for each rank; None: cores divided by ranks.
+        enable_block_reuse: requests take KV blocks that others have filled with the same tokens after the same beginning.
+        enable_partial_reuse: where only some of a block's tokens are the same, a copy of these is taken.
+        capacity_scheduler_policy: "MAX_UTILIZATION" or "GUARANTEED_NO_EVICT"; see docs/operations.md.
+        event_buffer_max_size: events of the KV cache that are kept for ``get_kv_cache_events``.
+        iter_stats_max_iterations: steps whose statistics are kept for ``get_stats``.
         mpi: which MPI starts the world: auto, openmpi, mpich, system, or the path of an mpiexec.
         start_timeout: seconds that the world may take until it is ready.
         max_queued_requests: most requests that may wait for their first token; more are refused with QueueFullError.
@@ -81,6 +87,11 @@ class LLM:
         kv_cache_tokens: int = _DEFAULTS.kv_cache_tokens,
         tokens_per_block: int = _DEFAULTS.tokens_per_block,
         num_threads: int | None = _DEFAULTS.num_threads,
+        enable_block_reuse: bool = _DEFAULTS.enable_block_reuse,
+        enable_partial_reuse: bool = _DEFAULTS.enable_partial_reuse,
+        capacity_scheduler_policy: CapacityPolicy = _DEFAULTS.capacity_scheduler_policy,
+        event_buffer_max_size: int = _DEFAULTS.event_buffer_max_size,
+        iter_stats_max_iterations: int = _DEFAULTS.iter_stats_max_iterations,
         mpi: str = "auto",
         start_timeout: float = 600.0,
         max_queued_requests: int = 4096,
@@ -120,6 +131,11 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
             tokens_per_block=tokens_per_block,
             num_threads=num_threads,
+            enable_block_reuse=enable_block_reuse,
+            enable_partial_reuse=enable_partial_reuse,
+            capacity_scheduler_policy=capacity_scheduler_policy,
+            event_buffer_max_size=event_buffer_max_size,
+            iter_stats_max_iterations=iter_stats_max_iterations,
             echo=echo if echo is not None else EchoConfig(),
         )
         bar, listener = _listener(progress)
@@ -324,6 +340,32 @@ class LLM:
             lora_request=lora_request,
             cache_salt=cache_salt,
         )
+
+    def get_kv_cache_events(self, timeout: float = 2.0) -> list[dict[str, Any]]:
+        """What has been stored in the KV cache and removed from it since the last call, in order, in the form of TensorRT-LLM.
+
+        Returns at once with what there is; ``timeout`` is for a world that does not answer. Raises TimeoutError, EngineDeadError, and
+        ClosedError.
+        """
+        return [event.as_dict() for event in self._executor.kv_cache_events(timeout)]
+
+    def get_stats(self, timeout: float = 2.0) -> list[dict[str, Any]]:
+        """Statistics of the steps since the last call, in the form of TensorRT-LLM. Returns and raises as ``get_kv_cache_events``."""
+        return [stats.as_dict() for stats in self._executor.iteration_stats(timeout)]
+
+    async def get_kv_cache_events_async(self, timeout: float = 2.0) -> AsyncIterator[dict[str, Any]]:
+        """``get_kv_cache_events``, for ``async for``: it ends when it has given what there is."""
+        for event in await asyncio.to_thread(self.get_kv_cache_events, timeout):
+            yield event
+
+    async def get_stats_async(self, timeout: float = 2.0) -> AsyncIterator[dict[str, Any]]:
+        """``get_stats``, for ``async for``: it ends when it has given what there is."""
+        for stats in await asyncio.to_thread(self.get_stats, timeout):
+            yield stats
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that are submitted from now on find no KV blocks of earlier ones. Raises TimeoutError, EngineDeadError, ClosedError."""
+        self._executor.reset_prefix_cache()
 
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import EngineFacts
+from headrace.engine.ring import Ring
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
+from headrace.telemetry import IterationStats, KvCacheEvent
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -129,9 +131,15 @@ class StepOutputs:
 
 
 class Engine(Protocol):
-    """Rank 0's engine. One thread calls it; ``step`` is the only method that takes long."""
+    """Rank 0's engine. One thread calls it; ``step`` is the only method that takes long.
+
+    Another thread may read the rings and call ``stats`` and ``reset_prefix_cache`` at any time. Whatever else the engine has belongs to
+    the thread that calls it, and changes in its methods only.
+    """
 
     facts: EngineFacts
+    kv_events: Ring[KvCacheEvent]
+    iterations: Ring[IterationStats]
 
     @property
     def has_work(self) -> bool:
@@ -154,6 +162,12 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name. Another thread may call it during ``step``: it reads plain numbers, iterates over nothing."""
+
+    def reset_prefix_cache(self) -> None:
+        """No request that is submitted from now on finds KV blocks of an earlier one.
+
+        Another thread may call it: it leaves a mark that ``step`` acts on before it looks for blocks, and nobody else looks for any.
+        """
 
     def close(self) -> None:
         """Give memory back. Ranks other than 0 are told by the worker, not by the engine."""

@@ -13,7 +13,9 @@ import numpy as np
 from headrace.config import EchoConfig, EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, EngineRequest, Float32, Int32, LogprobRows, ProgressHook, StepOutputs
 from headrace.engine.ranking import Rank, Ranked
+from headrace.engine.ring import Ring
 from headrace.outputs import FinishReason
+from headrace.telemetry import IterationStats, KvCacheEvent
 
 LOAD_STEPS = 10
 
@@ -117,6 +119,8 @@ class EchoEngine:
         self._ended_early = StepOutputs()
         self._steps = 0
         self._tokens = 0
+        self.kv_events: Ring[KvCacheEvent] = Ring(0)
+        self.iterations: Ring[IterationStats] = Ring(config.iter_stats_max_iterations)
         self.facts = EngineFacts(
             model="echo",
             runner="echo",
@@ -159,6 +163,7 @@ class EchoEngine:
     def step(self) -> StepOutputs:
         """One token for every running request."""
         outputs, self._ended_early = self._ended_early, StepOutputs()
+        ended, ran = len(outputs.request_ids), len(self._running)
         while self._waiting and len(self._running) < self._echo.max_batch_size:
             running = self._waiting.first()
             request_id = running.request.request_id
@@ -166,6 +171,7 @@ class EchoEngine:
             self._running[request_id] = running
         if not self._running:
             return outputs
+        began, admitted = time.perf_counter(), len(self._running) - ran
         kill_token = self._echo.kill_token
         if kill_token is not None and any(kill_token in running.prompt for running in self._running.values()):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -191,8 +197,21 @@ class EchoEngine:
             outputs.add(request_id, (token,), finish, stop_reason=stop_reason)
             if finish is not None:
                 finished.append(request_id)
+        decoding = len(self._running)
         for request_id in finished:
             del self._running[request_id]
+        row = IterationStats(
+            iteration=self._steps - 1,
+            timestamp=time.time(),
+            latency=time.perf_counter() - began,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            max_running=self._echo.max_batch_size,
+            admitted=admitted,
+            ended=ended + len(finished),
+            decoding=decoding,
+        )
+        self.iterations.extend((row,))
         return outputs
 
     def _add_extras(self, outputs: StepOutputs, running: _Running, token: int) -> None:
@@ -207,6 +226,9 @@ class EchoEngine:
                 outputs.prompt_logprobs[request_id] = echo_logprobs(running.prompt[1:], params.prompt_logprobs, vocab_size)
             if params.return_context_logits:
                 outputs.context_logits[request_id] = echo_logits(running.prompt, vocab_size)
+
+    def reset_prefix_cache(self) -> None:
+        """There is none."""
 
     def stats(self) -> dict[str, float]:
         """Requests by state, steps and tokens."""

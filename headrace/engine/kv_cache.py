@@ -34,8 +34,8 @@ def cache_limits(config: EngineConfig, model_max_seq_len: int) -> tuple[int, int
 class KVEventSink(Protocol):
     """Is told what can be found, in the order in which it happens."""
 
-    def stored(self, entries: Sequence[Entry]) -> None:
-        """These can be found from now on; each is the parent of the next."""
+    def stored(self, parent: bytes | None, entries: Sequence[Entry]) -> None:
+        """These can be found from now on; each is the parent of the next, and ``parent`` of the first. None: a sequence begins there."""
 
     def removed(self, names: Sequence[bytes]) -> None:
         """The blocks of these names cannot be found any more."""
@@ -218,16 +218,24 @@ class KVCache:
         index, table = self._index, self._tables[owner]
         if index is None:
             return
-        full, entries = num_tokens // self.tokens_per_block, []
+        full = num_tokens // self.tokens_per_block
+        entries: list[Entry] = []
         for place in range(chain.stored, full):
             entry = Entry(chain.name(place), chain.parent(place), chain.block(place))
             if index.add(table[place], entry):
                 self._fresh.add(table[place])
                 entries.append(entry)
-            if entries and self._events is not None and (entries[-1] is not entry or place == full - 1):
-                self._events.stored(entries)
+            elif entries:
+                self._tell_stored(place - len(entries), entries)
                 entries = []
+        if entries:
+            self._tell_stored(full - len(entries), entries)
         chain.stored = full
+
+    def _tell_stored(self, first: int, entries: list[Entry]) -> None:
+        """``first``: place of the first of them in its sequence."""
+        if self._events is not None:
+            self._events.stored(entries[0].parent if first else None, entries)
 
     def release(self, owner: int) -> int:
         """Give back all blocks of ``owner``; returns how many it held. An owner that holds none has none to give: 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +13,20 @@ from typing import Protocol
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
+from headrace.engine.iterations import IterationLog
 from headrace.engine.kv_cache import KVCache, cache_limits
+from headrace.engine.kv_events import KVEventLog
 from headrace.engine.logit_rules import LogitRules
 from headrace.engine.models import open_checkpoint
 from headrace.engine.plan import StepPlan
 from headrace.engine.readout import Readout
+from headrace.engine.ring import Ring
 from headrace.engine.sampler import NO_TOKEN, RowSampling, sample
 from headrace.engine.scheduler import Chunk, Scheduler, State
 from headrace.engine.scheduler import Sequence as LiveSequence
 from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
+from headrace.telemetry import IterationStats, KvCacheEvent
 
 log = logging.getLogger("headrace.engine")
 
@@ -100,8 +105,15 @@ class ModelEngine:
         )
         self._runner = runner
         self._broadcast = broadcast
+        self.kv_events: Ring[KvCacheEvent] = Ring(config.event_buffer_max_size)
+        self.iterations: Ring[IterationStats] = Ring(config.iter_stats_max_iterations)
+        self._event_log = KVEventLog(self.kv_events, num_blocks) if config.event_buffer_max_size else None
         self._cache = KVCache(
-            num_blocks, config.tokens_per_block, reuse=config.enable_block_reuse, partial_reuse=config.enable_partial_reuse
+            num_blocks,
+            config.tokens_per_block,
+            reuse=config.enable_block_reuse,
+            partial_reuse=config.enable_partial_reuse,
+            events=self._event_log,
         )
         self._scheduler = Scheduler(
             self._cache,
@@ -111,6 +123,9 @@ class ModelEngine:
             max_logit_rows=max(1, WANTED_LOGITS_BYTES // (4 * model.vocab_size)),
             evict=config.capacity_scheduler_policy == "MAX_UTILIZATION",
         )
+        self._iteration_log = IterationLog(self.iterations, self._scheduler)
+        # Set by another thread; the next step finds it before it looks for any KV blocks.
+        self._reset_prefix_cache = False
         self._live: dict[int, _Live] = {}
         self._ended_early = StepOutputs()  # records of requests that ended between steps
         self._steps = 0
@@ -170,6 +185,10 @@ class ModelEngine:
     def step(self) -> StepOutputs:
         """One forward pass for all that the scheduler picks. An exception is a fault of the world; in sampling it ends one request."""
         outputs, self._ended_early = self._ended_early, StepOutputs()
+        if self._reset_prefix_cache:
+            self._reset_prefix_cache = False
+            self._scheduler.forget_prefixes()
+        began = time.perf_counter()
         chunks = self._scheduler.schedule()
         if chunks:
             arrays = StepPlan.of(chunks, self._cache).arrays()
@@ -177,7 +196,14 @@ class ModelEngine:
                 self._broadcast(arrays)
             logits = self._runner.execute(arrays)
             self._update(chunks, logits, outputs)
+            self._iteration_log.record(chunks, began)
+        if self._event_log is not None:
+            self._event_log.publish()
         return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """See ``Engine``."""
+        self._reset_prefix_cache = True
 
     def stats(self) -> dict[str, float]:
         """Gauges: requests by state and KV blocks. Counters: steps, preemptions, generated tokens, and tokens computed in all."""
@@ -188,10 +214,14 @@ class ModelEngine:
             "requests_preempted": counts[State.PREEMPTED],
             "kv_blocks_used": self._cache.num_used,
             "kv_blocks_free": self._cache.num_free,
+            "kv_blocks_cached": self._cache.num_cached,
             "steps": self._steps,
             "tokens": self._generated_tokens,
             "computed_tokens": self._computed_tokens,
             "preemptions": self._scheduler.num_preemptions,
+            "kv_blocks_allocated": self._cache.num_allocated,
+            "kv_blocks_reused": self._cache.num_reused,
+            "kv_blocks_missed": self._cache.num_missed,
         }
 
     def close(self) -> None:

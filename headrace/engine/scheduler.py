@@ -179,7 +179,8 @@ class Scheduler:
         self.evict = evict
         #: live sequences by state; plain numbers, which another thread may read while this one schedules
         self.counts = dict.fromkeys(State, 0)
-        self.num_preemptions = 0
+        #: counters: requests that began to run, those begun again after a preemption among them, that were preempted, and that ended
+        self.num_admitted = self.num_preemptions = self.num_ended = 0
         # A live sequence is in exactly one of them.
         self._waiting: Ranked[Sequence] = Ranked()
         self._running: Ranked[Sequence] = Ranked()
@@ -301,8 +302,10 @@ class Scheduler:
         branches = sequence.branches
         if branches is not None:
             branches.members.remove(sequence)
-        if ran and (branches is None or not branches.members):
-            self._places -= 1 if branches is None else branches.width
+        if branches is None or not branches.members:
+            self.num_ended += 1
+            if ran:
+                self._places -= 1 if branches is None else branches.width
         self._move(sequence, Event.END)
         self.cache.release(request_id)
         return True
@@ -310,9 +313,10 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """No request finds KV of an earlier one from now on, whatever the two have in common."""
         self.cache.forget()
-        # What these compute follows from blocks that nobody may find, so it must not be found either.
+        # What these go on to compute follows from what nobody may find, so it must not be found either.
         for sequence in (*self._running, *self._waiting):
-            sequence.chain = None
+            if sequence.state is not State.WAITING:
+                sequence.chain = None
 
     def schedule(self) -> list[Chunk]:
         """Chunks of the next step: of those that ran, then of those that it admits. They count as computed: the caller must run them."""
@@ -439,6 +443,7 @@ class Scheduler:
         if self.cache.num_free - needed < self._spare(members):
             return False
         self._places += places
+        self.num_admitted += 1
         for member, match in zip(members, matches, strict=True):
             self.cache.start(member.request_id, match, len(member.tokens))
             member.computed = match.num_tokens

@@ -21,14 +21,29 @@ from headrace.executor.launchers.base import Launcher
 from headrace.executor.lifecycle import FAIL, HOLDING, Close, Hurry, Lost, RestartPolicy, WorldState
 from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Admitted
+from headrace.executor.records import RecordReader
 from headrace.executor.request import CheckedRequest, Checker, GenerationRequest
 from headrace.executor.result import GenerationResult
 from headrace.executor.stacks import AskStacks, RankStacks
 from headrace.executor.startup import ProgressListener
 from headrace.executor.world import World
 from headrace.ipc.channel import Channel
-from headrace.ipc.messages import AnyMessage, ControlError, GetStats, Ping, Pong, Stats
+from headrace.ipc.messages import (
+    Ack,
+    AnyMessage,
+    ControlError,
+    GetIterations,
+    GetKvEvents,
+    GetStats,
+    Iterations,
+    KvEvents,
+    Ping,
+    Pong,
+    ResetPrefixCache,
+    Stats,
+)
 from headrace.ipc.recorder import Recorder
+from headrace.telemetry import IterationStats, KvCacheEvent
 
 log = logging.getLogger("headrace.executor")
 
@@ -81,6 +96,8 @@ class GenerationExecutorProxy:
         self._control_lock = threading.Lock()
         self._control: Channel | None = None
         self._control_world: World | None = None
+        self._kv_events: RecordReader[KvCacheEvent] = RecordReader()
+        self._iterations: RecordReader[IterationStats] = RecordReader()
         # Idents of threads that are in a call, with the lock or on their way to it.
         self._callers: set[int] = set()
         dispatcher = self._dispatcher
@@ -138,13 +155,16 @@ class GenerationExecutorProxy:
         return self._dispatcher.lifecycle.state
 
     def counters(self) -> dict[str, int]:
-        """The ledger's balance sheet, and what was survived: frames that made no sense, faults of the dispatch thread."""
+        """The ledger's balance sheet, and what was survived: frames that made no sense, faults of the dispatch thread, records of the
+        world that were dropped there before they were read.
+        """
         dispatcher = self._dispatcher
         with dispatcher.lock:
             counts = dispatcher.pairing.ledger.counters()
             counts["restarts"] = dispatcher.lifecycle.restarts
             admission = dispatcher.pairing.admission
             counts |= {"waiting": admission.requests, "waiting_tokens": admission.tokens, "refused": admission.refused}
+        counts |= {"lost_kv_events": self._kv_events.lost, "lost_iterations": self._iterations.lost}
         return counts | {"bad_frames": dispatcher.pairing.bad_frames, "dispatch_faults": dispatcher.faults}
 
     def processes(self) -> dict[str, int]:
@@ -227,6 +247,22 @@ class GenerationExecutorProxy:
         reply = self._call(GetStats(), timeout)
         assert isinstance(reply, Stats), reply
         return reply.values
+
+    def kv_cache_events(self, timeout: float = 2.0) -> list[KvCacheEvent]:
+        """Events of the KV cache since the last call, each once. A world that follows another begins anew with ``created``.
+
+        Raises TimeoutError, EngineDeadError, ClosedError.
+        """
+        return self._kv_events.read(self._ask_kv_events, timeout)
+
+    def iteration_stats(self, timeout: float = 2.0) -> list[IterationStats]:
+        """Statistics of the engine's steps since the last call, each once. Raises TimeoutError, EngineDeadError, ClosedError."""
+        return self._iterations.read(self._ask_iterations, timeout)
+
+    def reset_prefix_cache(self, timeout: float = 2.0) -> None:
+        """Requests submitted from now on find no KV blocks of earlier ones. Raises TimeoutError, EngineDeadError, ClosedError."""
+        reply = self._call(ResetPrefixCache(), timeout)
+        assert isinstance(reply, Ack), reply
 
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times.
@@ -320,6 +356,16 @@ class GenerationExecutorProxy:
         if self._control is not None:
             self._control.close()
         self._control = self._control_world = None
+
+    def _ask_kv_events(self, after: int, limit: int, timeout: float) -> KvEvents:
+        reply = self._call(GetKvEvents(after, limit), timeout)
+        assert isinstance(reply, KvEvents), reply
+        return reply
+
+    def _ask_iterations(self, after: int, limit: int, timeout: float) -> Iterations:
+        reply = self._call(GetIterations(after, limit), timeout)
+        assert isinstance(reply, Iterations), reply
+        return reply
 
     def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
         me = threading.get_ident()

@@ -17,6 +17,7 @@ import msgspec
 
 from headrace.config import EngineFacts
 from headrace.params import SamplingParams
+from headrace.telemetry import IterationStats, KvCacheEvent
 
 if sys.byteorder != "little":
     raise ImportError("headrace sends little-endian buffers as they lie in memory; this machine is big-endian")
@@ -239,6 +240,44 @@ class Stats(Message, frozen=True, tag="stats"):
     values: dict[str, float]
 
 
+class GetKvEvents(Message, frozen=True, tag="get_kv_events"):
+    """Ask for events of the KV cache from number ``after`` on, at most ``limit`` of them."""
+
+    after: int
+    limit: int
+
+
+class KvEvents(Message, frozen=True, tag="kv_events"):
+    """``next``: ask from there on. ``lost``: so many from ``after`` on were dropped before they were read. ``stream``: another world has
+    another one, which begins at 0 again; what was read of it with the ``after`` of an earlier one is to be asked for once more.
+    """
+
+    records: tuple[KvCacheEvent, ...]
+    next: int
+    lost: int
+    stream: int
+
+
+class GetIterations(Message, frozen=True, tag="get_iterations"):
+    """Ask for the statistics of steps from number ``after`` on, at most ``limit`` of them."""
+
+    after: int
+    limit: int
+
+
+class Iterations(Message, frozen=True, tag="iterations"):
+    """As :class:`KvEvents`, with one record for each step."""
+
+    records: tuple[IterationStats, ...]
+    next: int
+    lost: int
+    stream: int
+
+
+class ResetPrefixCache(Message, frozen=True, tag="reset_prefix_cache"):
+    """Requests that are submitted after the acknowledgement find no KV blocks of earlier ones."""
+
+
 class ControlError(Message, frozen=True, tag="control_error"):
     """The call failed; only its caller is told."""
 
@@ -278,6 +317,11 @@ AnyMessage = (
     | Pong
     | GetStats
     | Stats
+    | GetKvEvents
+    | KvEvents
+    | GetIterations
+    | Iterations
+    | ResetPrefixCache
     | ControlError
     | Plan
     | PlanEnd
@@ -290,6 +334,9 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
     "request": {"binder": (Submit, Cancel, Shutdown), "connector": ()},
     "result": {"binder": (), "connector": (Deltas, ShutdownDone)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
-    "control": {"binder": (Ack, Pong, Stats, ControlError), "connector": (Ping, GetStats)},
+    "control": {
+        "binder": (Ack, Pong, Stats, ControlError, KvEvents, Iterations),
+        "connector": (Ping, GetStats, GetKvEvents, GetIterations, ResetPrefixCache),
+    },
     "plan": {"binder": (Plan, PlanEnd), "connector": (Loaded,)},
 }

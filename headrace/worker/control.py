@@ -7,14 +7,34 @@ import threading
 
 from headrace.engine.base import Engine
 from headrace.ipc.channel import ServedChannel
-from headrace.ipc.messages import AnyMessage, ControlError, GetStats, Ping, Pong, Stats
+from headrace.ipc.messages import (
+    Ack,
+    AnyMessage,
+    ControlError,
+    GetIterations,
+    GetKvEvents,
+    GetStats,
+    Iterations,
+    KvEvents,
+    Ping,
+    Pong,
+    ResetPrefixCache,
+    Stats,
+)
 from headrace.worker.loop import Leader
 
 log = logging.getLogger("headrace.worker")
 
+#: most records in one reply
+PAGE = 1024
+
 
 class ControlServer:
-    """Serves the method table ``_METHODS`` until the process ends; a call that fails tells its caller only."""
+    """Serves calls until the process ends; one that fails tells its caller only.
+
+    The engine belongs to the loop. What is called here reads its rings and plain numbers, and leaves marks that the loop finds before its
+    next step; see ``Engine``.
+    """
 
     def __init__(self, channel: ServedChannel, leader: Leader, engine: Engine) -> None:
         self._channel = channel
@@ -35,6 +55,15 @@ class ControlServer:
                 leader = self._leader
                 counters = {"bad_messages": leader.bad_messages, "deadlines_expired": leader.deadlines_expired}
                 return Stats(values=self._engine.stats() | counters)
+            if isinstance(message, GetKvEvents):
+                events = self._engine.kv_events
+                return KvEvents(*events.read(message.after, min(message.limit, PAGE)), events.identity)
+            if isinstance(message, GetIterations):
+                iterations = self._engine.iterations
+                return Iterations(*iterations.read(message.after, min(message.limit, PAGE)), iterations.identity)
+            if isinstance(message, ResetPrefixCache):
+                self._engine.reset_prefix_cache()
+                return Ack()
             return ControlError(f"unknown call {type(message).__name__}")
         except Exception as error:
             log.exception("control call %s failed", type(message).__name__)

@@ -74,6 +74,8 @@ def strategy(type_: Any) -> st.SearchStrategy[Any]:
             return st.binary()
         case mi.NoneType():
             return st.none()
+        case mi.LiteralType(values=values):
+            return st.sampled_from(values)
         case mi.UnionType(types=types):
             return st.one_of(*map(strategy, types))
         case mi.VarTupleType(item_type=item):

@@ -23,6 +23,7 @@ LEAVES = {
     "headrace.config",
     "headrace.lora",
     "headrace.outputs",
+    "headrace.telemetry",
     "headrace.validation",
     "headrace.version",
 }
@@ -57,7 +58,14 @@ OWNERS = {
 }
 
 #: modules that must not run a thread, a clock or I/O: whatever happens in them can be tested by calling them
-PURE = {"headrace.executor.ledger", "headrace.executor.lifecycle", "headrace.ipc.codec", "headrace.engine.scheduler"}
+PURE = {
+    "headrace.executor.ledger",
+    "headrace.executor.lifecycle",
+    "headrace.ipc.codec",
+    "headrace.engine.kv_cache",
+    "headrace.engine.prefix",
+    "headrace.engine.scheduler",
+}
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 
 #: never imported at the top of any module, for each takes long or is needed in one kind of process only

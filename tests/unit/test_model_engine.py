@@ -329,10 +329,14 @@ def test_stats_are_by_state() -> None:
         "requests_preempted": 0,
         "kv_blocks_used": 0,
         "kv_blocks_free": 64,
+        "kv_blocks_cached": 0,
         "steps": 0,
         "tokens": 0,
         "computed_tokens": 0,
         "preemptions": 0,
+        "kv_blocks_allocated": 0,
+        "kv_blocks_reused": 0,
+        "kv_blocks_missed": 0,
     }
     driver.step()
     driver.step()
