@@ -63,6 +63,8 @@ class Pairing:
                     mailbox = live.mailbox
                     if mailbox.extras is not None and not self._take_extras(request_id, mailbox, count, finish_reason, deltas):
                         ended = True
+                    elif ending is None:
+                        ended = mailbox.deliver(fresh, None, None, None)
                     else:
                         ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
                     if ended and ending is None and ledger.stop_found(request_id):

@@ -99,10 +99,12 @@ class CheckedRequest(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What requests of the same parameters have in common: parameters of the first choice and of the others, and the processors."""
+    """What requests of the same parameters have in common. ``kinds``: for the first choice, and for the others if there are any, the
+    parameters as they cross and what is wanted, but for the length of the prompt. ``width``: choices.
+    """
 
-    first: SamplingParams
-    others: SamplingParams
+    kinds: tuple[tuple[SamplingParams, Wanted | None], ...]
+    width: int
     processors: bytes | None
 
 
@@ -122,14 +124,14 @@ class Checker:
         Raises:
             RequestError: the message names the value and the limit.
         """
-        params, vocabulary = request.params, self._facts.vocab_size
+        params = request.params
         request, token_ids, max_tokens = self._lengths(request)
         shared = self._shared.get(id(params))
         if shared is None:
             shared = self._shared[id(params)] = self._look_at(params)
         if params.stop and request.new_stage is None:
             raise RequestError("stop strings need a tokenizer, and this executor was made without one")
-        width = _width(params)
+        width = shared.width
         if request.streaming and width > params.n:
             raise RequestError(f"best_of={width} cannot stream {params.n} choices: which are the best is known at the end")
         if request.cache_salt is not None:
@@ -145,22 +147,14 @@ class Checker:
             deadline = time.monotonic() + request.timeout
         seed = _seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         choices = []
+        new_stage = request.new_stage
         for index in range(width):
-            own = shared.others if index else shared.first
-            choices.append(
-                CheckedRequest(
-                    request,
-                    own,
-                    token_ids,
-                    max_tokens,
-                    child_seed(seed, index),
-                    deadline,
-                    0,
-                    _wanted(own, len(token_ids), vocabulary),
-                    shared.processors,
-                    None if request.new_stage is None else request.new_stage(),
-                )
-            )
+            own, wanted = shared.kinds[index > 0]
+            if wanted is not None:
+                wanted = wanted._replace(prompt_length=len(token_ids))
+            stage = None if new_stage is None else new_stage()
+            own_seed = child_seed(seed, index) if index else seed
+            choices.append(CheckedRequest(request, own, token_ids, max_tokens, own_seed, deadline, 0, wanted, shared.processors, stage))
         return choices
 
     def _lengths(self, request: GenerationRequest) -> tuple[GenerationRequest, array[int], int]:
@@ -212,7 +206,8 @@ class Checker:
             processors = self._processors.get(key)
             if processors is None:
                 processors = self._processors[key] = _pickled(params.logits_processor)
-        width = _width(params)
+        # The choices of a beam search come from one request.
+        width = 1 if params.use_beam_search else params.width
         changes: dict[str, Any] = {}
         if not params.use_beam_search:
             # To the world each choice is a request of its own.
@@ -224,7 +219,8 @@ class Checker:
         # What is about the prompt is the same for all.
         if width > 1 and (params.prompt_logprobs is not None or params.return_context_logits):
             others = msgspec.structs.replace(first, prompt_logprobs=None, return_context_logits=False)
-        return _Shared(first, others, processors)
+        kinds = tuple((own, _wanted(own, vocabulary)) for own in ((first,) if width == 1 else (first, others)))
+        return _Shared(kinds, width, processors)
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -232,12 +228,7 @@ def child_seed(seed: int, index: int) -> int:
     return (seed + index * SEED_STEP) % (MAX_SEED + 1)
 
 
-def _width(params: SamplingParams) -> int:
-    """Choices to generate; those of a beam search come from one request."""
-    return 1 if params.use_beam_search else params.width
-
-
-def _wanted(params: SamplingParams, prompt_length: int, vocabulary: int) -> Wanted | None:
+def _wanted(params: SamplingParams, vocabulary: int) -> Wanted | None:
     if (
         params.logprobs is None
         and params.prompt_logprobs is None
@@ -250,7 +241,6 @@ def _wanted(params: SamplingParams, prompt_length: int, vocabulary: int) -> Want
         logits=vocabulary if params.return_generation_logits else 0,
         prompt_width=0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs,
         context_logits=vocabulary if params.return_context_logits else 0,
-        prompt_length=prompt_length,
     )
 
 

@@ -14,6 +14,7 @@ from headrace.executor.request import Checker, GenerationRequest
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
 from headrace.ipc.messages import Cancel, Shutdown, Submit
+from headrace.lora import LoraRequest
 from headrace.params import SamplingParams
 
 LONG = 20.0
@@ -89,6 +90,34 @@ def test_neighbours_of_one_kind_share_a_frame_and_the_order_is_kept(rig):
     assert [head.request_id for head in second.requests] == [2, 3, 4] and [head.params for head in second.requests] == [0, 1, 0]
     assert second.params == (other, PARAMS) and [head.max_tokens for head in second.requests] == [2, 1, 2]
     assert shutdown == Shutdown(True)
+
+
+def test_adapters_and_processors_cross_once_in_a_frame(rig, tmp_path):
+    """A44: salts go with each request."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapters = [LoraRequest(name, tmp_path) for name in ("a", "b", "a")]
+    processors = b"pickled"
+    for request_id, (lora, salt) in enumerate([(None, None), (adapters[0], "x"), (adapters[1], None), (adapters[2], "y")]):
+        request = GenerationRequest([1], PARAMS, lora=lora, cache_salt=salt)
+        checked = Checker(FACTS).check(request)[0]._replace(processors=processors if request_id > 1 else None)
+        rig.outbox.put(Admitted(request_id, checked))
+    assert rig.outbox.flush()
+    (submit,) = rig.received()
+    assert [head.lora for head in submit.requests] == [-1, 0, 1, 0]
+    assert [head.cache_salt for head in submit.requests] == [None, "x", None, "y"]
+    assert [head.processor for head in submit.requests] == [-1, -1, 0, 0]
+    assert [(lora.name, lora.path) for lora in submit.loras] == [("a", str(tmp_path)), ("b", str(tmp_path))]
+    assert [bytes(processor.view) for processor in submit.processors] == [processors]
+
+
+def test_choices_of_one_request_share_a_frame_and_their_parameters(rig):
+    """A39."""
+    choices = Checker(FACTS).check(GenerationRequest([5, 6], SamplingParams(max_tokens=1, n=3, seed=3, temperature=1.0)))
+    rig.outbox.put(*(Admitted(request_id, one) for request_id, one in enumerate(choices)))
+    assert rig.outbox.flush()
+    (submit,) = rig.received()
+    assert len(submit.params) == 1 and len({head.seed for head in submit.requests}) == 3 and submit.requests[0].seed == 3
+    assert list(submit.token_ids.as_int32()) == [5, 6] * 3
 
 
 def test_flush_without_work_is_nothing(rig):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 
+import cloudpickle
 import numpy as np
 import pytest
 
 from headrace.config import EngineFacts
 from headrace.errors import RequestError
+from headrace.executor import request
 from headrace.executor.request import Checker, GenerationRequest
+from headrace.lora import LoraRequest
 from headrace.params import MAX_SEED, SamplingParams
 
 VOCABULARY = 100
@@ -18,8 +22,7 @@ FACTS = EngineFacts(model="m", runner="echo", dtype="none", vocab_size=VOCABULAR
 
 
 def checked(prompt, stage=None, **params):
-    request = GenerationRequest(prompt, SamplingParams(**{"max_tokens": 1, **params}), new_stage=stage)
-    return Checker(FACTS).check(request)[0]
+    return Checker(FACTS).check(GenerationRequest(prompt, SamplingParams(**{"max_tokens": 1, **params}), new_stage=stage))[0]
 
 
 def refused(prompt, **params) -> str:
@@ -131,3 +134,104 @@ def test_a_seed_is_kept_or_drawn():
     assert checked([1], seed=0).seed == 0
     drawn = {checked([1]).seed for _ in range(20)}
     assert len(drawn) > 1 and all(0 <= seed <= MAX_SEED for seed in drawn)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"logit_bias": {1: 0.5, VOCABULARY: 1.0}}, "logit_bias"),
+        ({"bad_token_ids": [1, VOCABULARY]}, "bad_token_ids"),
+        ({"bad_token_ids": [[1, 2], [3, VOCABULARY]]}, "bad_token_ids"),
+    ],
+)
+def test_ids_in_parameters_are_in_the_vocabulary(fields, name):
+    """A34."""
+    message = refused([1], **fields)
+    assert name in message and str(VOCABULARY) in message and f"0 to {VOCABULARY - 1}" in message
+    assert checked([1], logit_bias={VOCABULARY - 1: 1.0}, bad_token_ids=[VOCABULARY - 1, [1, 2]])
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_no_more_logprobs_than_tokens_in_the_vocabulary(name):
+    """A34."""
+    assert f"{name}={VOCABULARY + 1}" in refused([1], **{name: VOCABULARY + 1})
+    assert checked([1], **{name: VOCABULARY}).wanted is not None
+
+
+def test_min_tokens_fits_into_what_is_left_of_the_context():
+    """A34."""
+    message = refused([1] * 10, max_tokens=None, min_tokens=7)
+    assert "min_tokens=7" in message and "at most 6" in message
+    assert checked([1] * 10, max_tokens=None, min_tokens=6).max_tokens == 6
+
+
+def test_bad_strings_need_a_tokenizer():
+    assert "tokenizer" in refused([1], bad="x")
+
+
+def test_a_long_prompt_is_cut_from_the_left_before_it_is_measured():
+    """A35."""
+    one = checked(range(1, 3 * CONTEXT), truncate_prompt_tokens=4)
+    assert list(one.token_ids) == one.request.prompt_token_ids == list(range(3 * CONTEXT - 4, 3 * CONTEXT))
+    assert list(checked([1, 2], truncate_prompt_tokens=4).token_ids) == [1, 2]
+    assert "at most" in refused([1] * 3 * CONTEXT, truncate_prompt_tokens=CONTEXT)
+
+
+def ask(params=None, **fields):
+    return Checker(FACTS).check(GenerationRequest([1], params or SamplingParams(max_tokens=1), **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cache_salt": ""}, "0 characters"),
+        ({"cache_salt": "x" * 1025}, "1025 characters"),
+        ({"cache_salt": 5}, "int"),
+        ({"lora": "folder"}, "LoraRequest"),
+    ],
+)
+def test_salts_and_adapters_are_what_they_should_be(fields, words):
+    with pytest.raises(RequestError, match=words):
+        ask(**fields)
+    assert ask(cache_salt="tenant")[0].request.cache_salt == "tenant"
+
+
+def test_processors_are_pickled_once_for_a_burst():
+    def double(request_id, logits, token_ids):
+        return logits * 2
+
+    checker = Checker(FACTS)
+    first, second = (
+        checker.check(GenerationRequest([1], SamplingParams(max_tokens=n, n=2, temperature=1.0, logits_processor=(double,))))
+        for n in (1, 2)
+    )
+    assert first[0].processors is first[1].processors and isinstance(first[0].processors, bytes)
+    (loaded,) = cloudpickle.loads(second[0].processors)
+    assert loaded(0, 21, []) == 42
+    assert checked([1]).processors is None
+
+
+def test_processors_that_cannot_be_sent_are_refused(monkeypatch):
+    """Invariant 7."""
+    lock = threading.Lock()
+    with pytest.raises(RequestError, match=r"logits_processor cannot be sent.*lock"):
+        checked([1], logits_processor=lambda request_id, logits, token_ids: lock)
+    monkeypatch.setattr(request, "MAX_PROCESSOR_BYTES", 10)
+    with pytest.raises(RequestError, match="at most 10"):
+        checked([1], logits_processor=lambda request_id, logits, token_ids: None)
+
+
+def test_an_adapter_is_a_folder_with_its_configuration(tmp_path, monkeypatch):
+    """A34."""
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(RequestError, match="no LoRA adapter"):
+            LoraRequest("a", path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    adapter = LoraRequest("a", "adapter")
+    assert adapter == LoraRequest("a", tmp_path / "adapter") and adapter.path == str(tmp_path / "adapter")
+    for name, path in (("", "adapter"), (5, "adapter"), ("a", 5)):
+        with pytest.raises(RequestError):
+            LoraRequest(name, path)
+    assert ask(lora=adapter)[0].request.lora is adapter
