@@ -75,13 +75,20 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--temperature", type=float, metavar="T", help="default: the most likely token is always taken")
     group.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens")
     group.add_argument("--top-p", type=float, metavar="P", help="sample among the tokens that make up the share P of the probability")
+    group.add_argument("--min-p", type=float, metavar="P", help="sample among tokens of at least this share of the greatest probability")
+    group.add_argument("--repetition-penalty", type=float, metavar="P", help="above 1: tokens that were there become less likely")
+    group.add_argument("--presence-penalty", type=float, metavar="P", help="taken from the logits of tokens in the answer")
+    group.add_argument("--frequency-penalty", type=float, metavar="P", help="taken from them as often as they are in it")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many tokens")
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    group.add_argument("--bad", action="append", default=[], metavar="TEXT", help="never generate this; may be given several times")
 
 
 def sampling_params(arguments: argparse.Namespace, **more: Any) -> SamplingParams:
     """The parameters, or an error of usage."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", *penalties, "min_tokens", "seed", "stop", "bad")
     parser: argparse.ArgumentParser = arguments.parser
     try:
         return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)

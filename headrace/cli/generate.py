@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli._options import add_debug_option, add_model_options, add_sampling_options, llm_arguments, sampling_params
 from headrace.cli._prompts import read_prompts
 from headrace.errors import RequestError
-from headrace.outputs import RequestOutput
+from headrace.outputs import CompletionOutput, RequestOutput
 from headrace.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--json", action="store_true", help="one JSON object for each prompt; with --stream for each piece of an answer")
     add_model_options(parser)
     add_sampling_options(parser, MAX_TOKENS)
+    group = parser.add_argument_group("choices")
+    group.add_argument("-n", type=int, default=1, metavar="N", help="answers to each prompt (default: 1)")
+    group.add_argument("--best-of", type=int, metavar="M", help="generate so many, and give the N of the highest probability")
+    group.add_argument("--logprobs", type=int, metavar="K", help="in --json: logprobs of each token, and of the K most likely ones")
     add_debug_option(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -53,7 +57,13 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(arguments: argparse.Namespace) -> int:
     """1 when a prompt was refused; the others are answered all the same."""
     prompts = read_prompts(arguments)
-    params = sampling_params(arguments)
+    params = sampling_params(arguments, n=arguments.n, best_of=arguments.best_of, logprobs=arguments.logprobs)
+    if arguments.stream and params.width > 1 and not arguments.json:
+        arguments.parser.error("--stream writes one answer at a time: with several choices it needs --json")
+    if arguments.stream and params.width > params.n:
+        arguments.parser.error("--stream cannot be used with --best-of: which are the best is known at the end")
+    if arguments.logprobs is not None and not arguments.json:
+        arguments.parser.error("--logprobs needs --json")
     from headrace.llm import LLM
 
     with LLM(**llm_arguments(arguments)) as llm:
@@ -143,16 +153,18 @@ class Job:
             async for output in handle:
                 if self.first is None:
                     self.first = time.monotonic()
-                self.tokens += len(output.outputs[0].token_ids_diff)
+                self.tokens += sum(len(completion.token_ids_diff) for completion in output.outputs)
                 self.printer.piece(index, output)
         except RequestError as error:
             self.refused += 1
             self.printer.refused(index, str(error))
 
     def _submit(self, prompt: str) -> Any:
+        # Streamed in any case, for the time of the first token; the best of several are known at the end.
+        streaming = self.params.width == self.params.n
         if self.chat:
-            return self.llm.chat_async([{"role": "user", "content": prompt}], self.params, streaming=True)
-        return self.llm.generate_async(prompt, self.params, streaming=True)
+            return self.llm.chat_async([{"role": "user", "content": prompt}], self.params, streaming=streaming)
+        return self.llm.generate_async(prompt, self.params, streaming=streaming)
 
     def summary(self) -> str:
         """One line for people."""
@@ -196,27 +208,42 @@ class Printer:
         self._write(index, text, True)
 
     def _as_json(self, index: int, output: RequestOutput) -> str:
-        completion = output.outputs[0]
+        """One answer is spread in the record; of several each is a record in ``choices``, when streaming those with something new."""
+        records = [self._record(completion) for completion in output.outputs]
+        prompt = {} if self._stream else {"prompt": self._prompts[index], "prompt_tokens": len(output.prompt_token_ids)}
+        if len(records) == 1:
+            return json.dumps({"index": index, **prompt, **records[0]}) + "\n"
+        choices = [
+            {"choice": completion.index, **record}
+            for completion, record in zip(output.outputs, records, strict=True)
+            if not self._stream or completion.token_ids_diff or completion.text_diff or completion.finish_reason
+        ]
+        return json.dumps({"index": index, **prompt, "choices": choices}) + "\n"
+
+    def _record(self, completion: CompletionOutput) -> dict[str, Any]:
         ending = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+        record: dict[str, Any]
         if self._stream:
-            record = {"index": index, "text_diff": completion.text_diff, "token_ids_diff": completion.token_ids_diff, **ending}
+            record = {"text_diff": completion.text_diff, "token_ids_diff": completion.token_ids_diff, **ending}
         else:
-            record = {
-                "index": index,
-                "prompt": self._prompts[index],
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "prompt_tokens": len(output.prompt_token_ids),
-                **ending,
-            }
-        return json.dumps(record) + "\n"
+            record = {"text": completion.text, "token_ids": completion.token_ids, **ending}
+        logprobs = completion.logprobs_diff if self._stream else completion.logprobs
+        if logprobs is not None:
+            # Of each token first its own; JSON has no integers as keys.
+            record["logprobs_diff" if self._stream else "logprobs"] = [
+                [{"token_id": token, "logprob": one.logprob, "rank": one.rank} for token, one in entry.items()] for entry in logprobs
+            ]
+        if completion.cumulative_logprob is not None:
+            record["cumulative_logprob"] = completion.cumulative_logprob
+        return record
 
     def _as_text(self, index: int, output: RequestOutput) -> str:
-        heading = ""
-        if len(self._prompts) > 1 and index not in self._begun:
-            heading = f"== {index + 1}: {' '.join(self._prompts[index].split())[:100]}\n"
+        title = " ".join(self._prompts[index].split())[:100]
+        if len(output.outputs) > 1:
+            return "".join(f"== {index + 1}.{one.index + 1}: {title}\n{one.text}\n" for one in output.outputs)
+        heading = f"== {index + 1}: {title}\n" if len(self._prompts) > 1 and index not in self._begun else ""
         self._begun.add(index)
-        completion = output.outputs[0]
+        (completion,) = output.outputs
         return heading + (completion.text_diff if self._stream else completion.text) + "\n" * output.finished
 
     def _write(self, index: int, text: str, complete: bool) -> None:

@@ -14,7 +14,7 @@ import pytest
 from headrace.cli import _prompts, main
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import EngineDeadError, ModelError, RequestError, StartupError
-from headrace.outputs import CompletionOutput, RequestOutput
+from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.params import SamplingParams
 
 
@@ -253,6 +253,50 @@ def test_no_more_requests_are_under_way_than_the_world_has_use_for(llm, tmp_path
     assert max(most) <= 8  # four times max_batch_size of the stand-in
 
 
+class Choices(Handle):
+    """Two answers, of which the second ends first."""
+
+    async def __aiter__(self):
+        def one(index, tokens, new, finish):
+            logprobs = [{token: Logprob(-0.5, 2), 9: Logprob(-0.25, 1)} for token in tokens]
+            return CompletionOutput(
+                index=index,
+                text="ab"[index] * len(tokens),
+                token_ids=tokens,
+                text_diff="ab"[index] * new,
+                token_ids_diff=tokens[len(tokens) - new :],
+                finish_reason=finish,
+                logprobs=logprobs,
+                logprobs_diff=logprobs[len(tokens) - new :],
+                cumulative_logprob=-0.5 * len(tokens),
+            )
+
+        for outputs in ([one(0, [1], 1, None), one(1, [2], 1, "stop")], [one(0, [1, 1], 1, "length"), one(1, [2], 0, "stop")]):
+            finished = all(output.finish_reason for output in outputs)
+            yield RequestOutput(request_id=0, prompt=self.prompt, prompt_token_ids=[1, 2], outputs=outputs, finished=finished)
+
+
+def test_several_choices_are_told_apart(llm, capsys):
+    """A39."""
+    llm._handle = lambda self, prompt: Choices([], prompt)
+    assert main(["generate", "Why", "-n", "2", "--temperature", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "== 1.1: Why\naa\n== 1.2: Why\nb\n" and "3 tokens" in err
+    assert llm.made[0].calls[0][2].n == 2
+    assert main(["generate", "Why", "-n", "2", "--temperature", "1", "--json", "--logprobs", "1"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [(choice["choice"], choice["token_ids"], choice["cumulative_logprob"]) for choice in record["choices"]] == [
+        (0, [1, 1], -1.0),
+        (1, [2], -0.5),
+    ]
+    assert record["choices"][1]["logprobs"] == [
+        [{"token_id": 2, "logprob": -0.5, "rank": 2}, {"token_id": 9, "logprob": -0.25, "rank": 1}],
+    ]
+    assert main(["generate", "Why", "-n", "2", "--temperature", "1", "--json", "--stream"]) == 0
+    pieces = [json.loads(line)["choices"] for line in capsys.readouterr().out.splitlines()]
+    assert [[(one["choice"], one["token_ids_diff"]) for one in piece] for piece in pieces] == [[(0, [1]), (1, [2])], [(0, [1]), (1, [])]]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -302,6 +346,10 @@ def test_a_death_during_an_answer_ends_the_run_once(llm, tmp_path, capsys):
         (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is out of range"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens=0 is out of range"),
         (["generate", "x", "--top-p", "1.5"], "top_p=1.5 is out of range"),
+        (["generate", "x", "-n", "2", "--stream"], "needs --json"),
+        (["generate", "x", "--best-of", "2", "--json", "--stream"], "which are the best is known at the end"),
+        (["generate", "x", "--logprobs", "2"], "--logprobs needs --json"),
+        (["generate", "x", "--min-tokens", "20", "--max-tokens", "10"], "min_tokens=20"),
         (["generate", "x", "--chat", "--raw"], "not allowed with argument"),
         (["generate", "x", "--prompt-file", "y"], "give a prompt or --prompt-file, not both"),
         (["generate", "x", "--runner", "abacus"], "invalid choice"),
