@@ -7,7 +7,7 @@ and ends every request of that world; ``ClosedError`` says that the caller close
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -19,6 +19,17 @@ class HeadraceError(Exception):
     def fresh(self) -> Self:
         """A copy to raise: one exception object must not collect the tracebacks of every waiter."""
         return copy.copy(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the constructor: what it takes differs from class to class, and copies, also in other processes, are of one kind.
+        return _remade, (type(self), self.args, self.__dict__)
+
+
+def _remade(kind: type[HeadraceError], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> HeadraceError:
+    error = kind.__new__(kind)
+    error.args = arguments
+    error.__dict__.update(attributes)
+    return error
 
 
 class RequestError(HeadraceError, ValueError):

@@ -1,4 +1,5 @@
-"""Leak checks around every test: threads, processes, file descriptors, socket files, session folders and shared memory.
+"""Checks around every test. The books of every executor that it made must balance (A14, tests/books.py); and nothing may leak: threads,
+processes, file descriptors, socket files, session folders and shared memory.
 
 Three autouse fixtures, one for each of the scopes session, module and function, note what exists before and fail the test (or the last
 test of the module or session) when something new is left after. Of the fixtures of one scope an autouse one of the top conftest is set up
@@ -27,6 +28,7 @@ from typing import Any
 import pytest
 
 from headrace.executor.session import VARIABLE, _base_folder
+from tests.books import Books
 
 #: seconds: an orphan of ours is allowed to live for 2 s, a busy machine may take as long again to show that it is gone
 SETTLE = 5.0
@@ -282,3 +284,24 @@ def _module_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from _check(request)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _books() -> Iterator[Books]:
+    books = Books()
+    with pytest.MonkeyPatch.context() as patch:
+        books.watch(patch)
+        yield books
+
+
+@pytest.fixture(autouse=True)
+def _balance(_leaks: None, _books: Books, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Invariant 1, in every test's teardown. A test that provokes faults in the dispatch thread is marked so, and must have some."""
+    yield
+    faults = _books.faults()
+    provoked = [fault for fault in faults if fault.startswith("a fault in a dispatch thread")]
+    if request.node.get_closest_marker("dispatch_fault") is not None:
+        assert provoked, "this test was to provoke a fault in a dispatch thread"
+        faults = [fault for fault in faults if fault not in provoked]
+    if faults:
+        pytest.fail("\n".join(faults), pytrace=False)

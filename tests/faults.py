@@ -57,8 +57,8 @@ class Passing(Transport):
     def take(self) -> list[Any] | None:
         return self.inner.take()
 
-    def wait(self, write: bool, timeout: float | None) -> bool:
-        return self.inner.wait(write, timeout)
+    def wait(self, write: bool, timeout: float | None, until: int | None = None) -> bool:
+        return self.inner.wait(write, timeout, until)
 
     async def wait_async(self, write: bool, timeout: float | None) -> bool:
         return await self.inner.wait_async(write, timeout)

@@ -44,11 +44,14 @@ from headrace.executor.sources import Sources
 from headrace.executor.stacks import AskStacks, StackCollector
 from headrace.executor.startup import ProgressListener, ProgressTeller, startup_error
 from headrace.executor.world import World
-from headrace.ipc.messages import AnyMessage, Deltas, Failed, Hello, Progress, Ready, Shutdown, ShutdownDone
+from headrace.ipc.messages import AnyMessage, Connected, Deltas, Failed, Hello, Progress, Ready, Shutdown, ShutdownDone
 from headrace.ipc.recorder import Recorder
 
 log = logging.getLogger("headrace.executor")
 worker_log = logging.getLogger("headrace.worker")
+
+#: logged for what must not happen
+FAULT = "fault in the dispatch thread; it goes on"
 
 #: frames that are read before the other sources get their turn
 FRAMES_PER_TURN = 256
@@ -98,6 +101,8 @@ class Dispatcher:
         self._bell = Doorbell()
         self._sources = Sources(ZmqPoller())
         self._retry_at: float | None = None
+        # The shutdown mark, while it waits behind requests that are held and are to have their turn before it.
+        self._shutdown: Shutdown | None = None
         # The thread ends: no world will follow.
         self._ended = False
 
@@ -126,7 +131,7 @@ class Dispatcher:
             except Exception:
                 # Every request depends on this thread: a fault of ours in one turn is counted and survived.
                 self.faults += 1
-                log.exception("fault in the dispatch thread; it goes on")
+                log.exception(FAULT)
         try:
             if self._recorder is not None:
                 self._recorder.close()
@@ -138,11 +143,12 @@ class Dispatcher:
         world, sources = self.world, self._sources
         try:
             world.open(self._launcher, self.pairing.send_failed, self._recorder.sent if self._recorder is not None else None)
-            assert world.results is not None and world.init is not None
+            assert world.results is not None and world.requests is not None and world.init is not None
             with self.lock:
                 self.pairing.outbox = world.outbox
             # In this order they are served: results before deaths.
             sources.add(world.results, self._read_results)
+            sources.add(world.requests, self._read_greetings)
             sources.add(world.init, self._read_init)
         except Exception as error:
             cause = error if isinstance(error, StartupError) else StartupError(f"the world could not be started: {error}")
@@ -167,8 +173,9 @@ class Dispatcher:
                 self._handle(Lost(error))
             if monitor.gone:
                 self._handle(Gone(monitor.describe(starting)))
-        if self.lifecycle.state in HOLDING:
+        if self.pairing.ledger.holds:
             self.pairing.expire_held(now)
+            self._send_shutdown()
         if not self._ended and self.lifecycle.deadline is not None and now >= self.lifecycle.deadline:
             self._handle(Expired(self.world.startup.report()))
 
@@ -176,7 +183,8 @@ class Dispatcher:
         monitor = None if self.world.closed else self.world.monitor
         deadlines = [self.lifecycle.deadline, self._retry_at, monitor.deadline if monitor is not None else None]
         due = [deadline for deadline in deadlines if deadline is not None]
-        if self.lifecycle.state in HOLDING:
+        # While there is no world, another thread may admit a request that is held without telling this one.
+        if self.pairing.ledger.holds or self.lifecycle.state in HOLDING:
             due.append(time.monotonic() + HELD_PATIENCE)
         # A deadline may be infinite, and no wait can.
         return min(max(0.0, min(due) - time.monotonic()), threading.TIMEOUT_MAX) if due else None
@@ -194,11 +202,24 @@ class Dispatcher:
                 self._recorder.received(message)
             if isinstance(message, Deltas):
                 self._deliver(message)
+            elif isinstance(message, Connected):
+                self._greeted("result")
             else:
                 self._handle(Done())
 
+    def _read_greetings(self) -> None:
+        assert self.world.requests is not None
+        while self.world.requests.recv() is not None:
+            self._greeted("request")
+
+    def _greeted(self, channel: str) -> None:
+        assert self.world.greeting is not None
+        if self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING):
+            self.world.greeting.heard(channel)
+
     def _deliver(self, deltas: Deltas) -> None:
-        self.pairing.deliver(deltas, ready=self.lifecycle.state is WorldState.READY)
+        self.pairing.deliver(deltas, ready=self.lifecycle.state is WorldState.READY or self._shutdown is not None)
+        self._send_shutdown()
         self.flush()
 
     def _read_init(self) -> None:
@@ -224,6 +245,9 @@ class Dispatcher:
             self._progress.tell(message)
         elif isinstance(message, Ready):
             self.facts = message.facts
+            # From now on whoever submits sends on it, and an end is one thread's at a time.
+            assert self.world.requests is not None
+            self._sources.remove(self.world.requests)
             if self._recorder is not None:
                 self._recorder.received(message)
             self._handle(Started())
@@ -250,6 +274,7 @@ class Dispatcher:
                     self.world.monitor.signal_rank(item.rank, item.number)
             else:
                 self.pairing.cancel(item)
+        self._send_shutdown()
         self.flush()
 
     def _read_output(self) -> None:
@@ -278,6 +303,14 @@ class Dispatcher:
 
     # --- what is decided
 
+    def _send_shutdown(self) -> None:
+        """Send the mark, if there is one, once no request is to come before it."""
+        if self._shutdown is not None and not self.pairing.ledger.holds:
+            assert self.world.outbox is not None
+            self.world.outbox.put(self._shutdown)
+            self._shutdown = None
+            self.flush()
+
     def _handle(self, event: Event) -> None:
         with self.lock:
             before = self.lifecycle.state
@@ -288,16 +321,20 @@ class Dispatcher:
         if isinstance(event, Lost) and after is not before:
             log.error("%s%s", event.error, f"\n{event.error.remote_cause}" if event.error.remote_cause else "")
         for action in actions:
+            if isinstance(action, Fail | Suspend):
+                self.world.over.ring()
             self._execute(action)
 
     def _execute(self, action: Action) -> None:
         if isinstance(action, Announce):
             self.start_over.set()
         elif isinstance(action, SendShutdown):
-            assert self.world.outbox is not None
-            self.world.outbox.put(Shutdown(action.drain))
-            self.flush()
+            if not action.drain:
+                self.pairing.abort_held()
+            self._shutdown = Shutdown(action.drain)
+            self._send_shutdown()
         elif isinstance(action, Fail):
+            self._shutdown = None
             self.pairing.fail_all(action.error)
             self.start_over.set()
         elif isinstance(action, Suspend):

@@ -220,6 +220,11 @@ class Ledger(Generic[H]):
             yield request_id, entry.handle
 
     @property
+    def holds(self) -> bool:
+        """Whether there is a request that no world has."""
+        return self._held > 0
+
+    @property
     def may_resume(self) -> bool:
         """Whether a suspect is held and the world has none: after an ending, ``resume`` has something to do."""
         return self._held > 0 and self._suspect is None

@@ -159,7 +159,9 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class SendShutdown:
-    """Send the shutdown mark behind every request that was admitted."""
+    """Send the shutdown mark behind every request that was admitted. ``drain``: those that are held have their turn before it; otherwise
+    they end with it.
+    """
 
     drain: bool
 

@@ -105,12 +105,22 @@ class Pairing:
         wake(waiters)
 
     def expire_held(self, now: float) -> None:
-        """A deadline that passes while there is no world to watch it."""
+        """A deadline that passes while no world watches it."""
         waiters: list[Waiter] = []
         with self.lock:
             expired = [request_id for request_id, live in self.ledger.held() if live.deadline is not None and live.deadline <= now]
             for request_id in expired:
                 self._end(self.ledger.expire(request_id), FinishReason.TIMEOUT, waiters)
+        wake(waiters)
+
+    def abort_held(self) -> None:
+        """The world is to end without what it does not have."""
+        waiters: list[Waiter] = []
+        with self.lock:
+            for request_id in [request_id for request_id, _ in self.ledger.held()]:
+                _, live = self.ledger.cancel(request_id)
+                if live is not None:
+                    self._end(live, FinishReason.ABORT, waiters)
         wake(waiters)
 
     def fail_all(self, error: HeadraceError) -> None:

@@ -339,6 +339,8 @@ class GenerationExecutorProxy:
             return error.fresh()
         if self.state in HOLDING:
             return EngineDeadError("the worker world died and is being restarted")
+        if self.state is WorldState.READY:
+            return EngineDeadError("the worker world died, and another has taken its place")
         return ClosedError(f"the executor is {self.state.name.lower()}")
 
     def _open_control(self) -> None:
@@ -384,13 +386,15 @@ class GenerationExecutorProxy:
             raise TimeoutError(f"{type(message).__name__}: other calls took all of its {timeout} s")
         try:
             self._open_control()
-            if self.state is not WorldState.READY or self._control is None:
+            world = self._control_world
+            if self.state is not WorldState.READY or self._control is None or world is None:
                 raise self._refusal()
-            return self._control.call(message, max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            if self.state is not WorldState.READY:
-                raise self._refusal() from None
-            raise
+            try:
+                return self._control.call(message, max(0.0, deadline - time.monotonic()), world.over.fd)
+            except TimeoutError:
+                if self.state is not WorldState.READY or world.over.wait(0.0):
+                    raise self._refusal() from None
+                raise
         finally:
             if self.state is WorldState.CLOSED:
                 self._close_control()

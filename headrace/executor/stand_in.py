@@ -23,6 +23,7 @@ from headrace.errors import HeadraceError
 from headrace.executor.recorded import RecordedDelta, RecordedRequest, RecordedSession
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
+from headrace.ipc.greeting import greet
 from headrace.ipc.messages import (
     AnyMessage,
     Buffer,
@@ -34,6 +35,7 @@ from headrace.ipc.messages import (
     Hello,
     Ping,
     Pong,
+    Progress,
     Ready,
     RequestHead,
     Shutdown,
@@ -200,6 +202,7 @@ def _serve(bootstrap: Bootstrap, init: Channel, session: RecordedSession, speed:
 
     key = bootstrap.key
     requests, results = connect_pair(bootstrap.address("request"), key), connect_pair(bootstrap.address("result"), key)
+    greet(requests, results, lambda: init.notify(Progress(0, "connect", 0, 0), NOTIFY_TIMEOUT, NOTIFY_ATTEMPTS))
     control = bind_served(bootstrap.address("control"), key)
     poller = ZmqPoller()
     poller.register(requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.config import EngineConfig
+from headrace.executor.doorbell import Doorbell
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.monitor import WorldMonitor
 from headrace.executor.outbox import Outbox, SentHook
@@ -12,6 +13,7 @@ from headrace.executor.session import Session
 from headrace.executor.startup import Startup
 from headrace.ipc.bootstrap import FILE_NAME, Bootstrap, local_bootstrap, write_bootstrap
 from headrace.ipc.channel import Channel, ServedChannel, new_key
+from headrace.ipc.greeting import Greeting
 
 
 class World:
@@ -26,7 +28,12 @@ class World:
         self.bootstrap: Bootstrap | None = None
         self.init: ServedChannel | None = None
         self.results: Channel | None = None
+        # The outbox's from READY on. Before, whoever dispatches reads greetings from it.
+        self.requests: Channel | None = None
+        self.greeting: Greeting | None = None
         self.outbox: Outbox | None = None
+        # Rung when it is known that it has died, or left: nobody in it answers any more.
+        self.over = Doorbell()
         self._kills = 0
         self.closed = False
 
@@ -43,7 +50,9 @@ class World:
         self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self._config)
         self.init = bind_served(bootstrap.address("init"), bootstrap.key)
         self.results = bind_pair(bootstrap.address("result"), bootstrap.key)
-        self.outbox = Outbox(bind_pair(bootstrap.address("request"), bootstrap.key), on_send_failed, on_sent)
+        self.requests = bind_pair(bootstrap.address("request"), bootstrap.key)
+        self.greeting = Greeting(self.requests)
+        self.outbox = Outbox(self.requests, on_send_failed, on_sent)
         write_bootstrap(session.path, bootstrap)
         self.monitor.world.go()
 

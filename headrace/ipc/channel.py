@@ -115,8 +115,11 @@ class Channel(End):
         """
 
     @abstractmethod
-    def call(self, message: AnyMessage, timeout: float) -> AnyMessage:
-        """On a served channel: send and return the reply. Raises TimeoutError; a late reply is dropped, and answers no other call."""
+    def call(self, message: AnyMessage, timeout: float, until: int | None = None) -> AnyMessage:
+        """On a served channel: send and return the reply. Raises TimeoutError; a late reply is dropped, and answers no other call.
+
+        ``until``: a descriptor. Once it is readable nobody will answer, and it is as if the time were up.
+        """
 
 
 class ServedChannel(End):

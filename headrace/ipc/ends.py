@@ -82,13 +82,13 @@ class BaseEnd(End, Generic[T]):
                 return accepted
         return None
 
-    def _receive(self, timeout: float | None) -> T | None:
+    def _receive(self, timeout: float | None, until: int | None = None) -> T | None:
         self.check_open()
         accepted = self._next()
         if accepted is not None or timeout == 0:
             return accepted
         deadline = _deadline(timeout)
-        while (left := _left(deadline)) != 0 and self.transport.wait(False, left):
+        while (left := _left(deadline)) != 0 and self.transport.wait(False, left, until):
             if (accepted := self._next()) is not None:
                 return accepted
         return None
@@ -175,7 +175,7 @@ class PairEnd(_ChannelEnd):
     def notify(self, message: AnyMessage, timeout: float, attempts: int = 3) -> None:
         raise TypeError(f"channel {self.address.channel!r} is a pair: only a served channel acknowledges")
 
-    def call(self, message: AnyMessage, timeout: float) -> AnyMessage:
+    def call(self, message: AnyMessage, timeout: float, until: int | None = None) -> AnyMessage:
         raise TypeError(f"channel {self.address.channel!r} is a pair: only a served channel replies")
 
 
@@ -215,10 +215,10 @@ class ConnectorEnd(_ChannelEnd):
             f"in {attempts} attempts of {timeout} s{self._refusals_since(refused)}"
         )
 
-    def call(self, message: AnyMessage, timeout: float) -> AnyMessage:
+    def call(self, message: AnyMessage, timeout: float, until: int | None = None) -> AnyMessage:
         self._number += 1
         refused = self.stats.refused_by_peer
-        reply = self._exchange(message, Kind.CALL, timeout)
+        reply = self._exchange(message, Kind.CALL, timeout, until)
         if reply is None:
             raise TimeoutError(
                 f"{type(message).__name__} on channel {self.address.channel!r}: no reply from {self.address.endpoint} "
@@ -226,16 +226,16 @@ class ConnectorEnd(_ChannelEnd):
             )
         return reply
 
-    def _exchange(self, message: AnyMessage, kind: Kind, timeout: float) -> AnyMessage | None:
+    def _exchange(self, message: AnyMessage, kind: Kind, timeout: float, until: int | None = None) -> AnyMessage | None:
         deadline = _deadline(timeout)
         try:
             self._send(message, kind, self._number, timeout)
         except ChannelFullError:
             return None
-        return self._reply(self._number, deadline)
+        return self._reply(self._number, deadline, until)
 
-    def _reply(self, number: int | None, deadline: float | None) -> AnyMessage | None:
-        while (incoming := self._receive(_left(deadline))) is not None:
+    def _reply(self, number: int | None, deadline: float | None, until: int | None = None) -> AnyMessage | None:
+        while (incoming := self._receive(_left(deadline), until)) is not None:
             if incoming.number == number:
                 return incoming.message
             self.stats.dropped += 1

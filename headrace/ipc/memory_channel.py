@@ -191,8 +191,15 @@ class MemoryTransport(Transport):
     def take(self) -> list[Any] | None:
         return self._in.take()
 
-    def wait(self, write: bool, timeout: float | None) -> bool:
-        return bool(self._polls[write].poll(milliseconds(timeout)))
+    def wait(self, write: bool, timeout: float | None, until: int | None = None) -> bool:
+        poll = self._polls[write]
+        if until is None:
+            return bool(poll.poll(milliseconds(timeout)))
+        poll.register(until, select.POLLIN)
+        try:
+            return any(fd != until for fd, _ in poll.poll(milliseconds(timeout)))
+        finally:
+            poll.unregister(until)
 
     async def wait_async(self, write: bool, timeout: float | None) -> bool:
         return await self._waiters.wait(write, timeout)

@@ -115,6 +115,14 @@ class Cancel(Message, frozen=True, tag="cancel"):
     request_ids: tuple[int, ...]
 
 
+class Connected(Message, frozen=True, tag="connected"):
+    """The first message of rank 0 on the request and on the result channel, sent until it is answered, before anything is loaded."""
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """Connected has come on both channels: neither has been taken by somebody else."""
+
+
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """Nothing follows on the request channel. ``drain``: finish what runs; otherwise abort it."""
 
@@ -326,13 +334,15 @@ AnyMessage = (
     | Plan
     | PlanEnd
     | Loaded
+    | Connected
+    | Accepted
 )
 
 #: channel -> who sends what; the codec refuses a message that does not belong on its channel.
 #: "connector" sends from the side that connects, "binder" from the side that binds.
 CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
-    "request": {"binder": (Submit, Cancel, Shutdown), "connector": ()},
-    "result": {"binder": (), "connector": (Deltas, ShutdownDone)},
+    "request": {"binder": (Submit, Cancel, Shutdown, Accepted), "connector": (Connected,)},
+    "result": {"binder": (), "connector": (Deltas, ShutdownDone, Connected)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
     "control": {
         "binder": (Ack, Pong, Stats, ControlError, KvEvents, Iterations),

@@ -29,8 +29,10 @@ class Transport(ABC):
         """The next frame without waiting; a served binder gets the sender's name as an additional first part."""
 
     @abstractmethod
-    def wait(self, write: bool, timeout: float | None) -> bool:
-        """Wait until ``take`` (or ``put``, with ``write``) is worth another try; False when ``timeout`` seconds have passed."""
+    def wait(self, write: bool, timeout: float | None, until: int | None = None) -> bool:
+        """Wait until ``take`` (or ``put``, with ``write``) is worth another try; False when ``timeout`` seconds have passed, or when the
+        descriptor ``until`` is readable.
+        """
 
     @abstractmethod
     async def wait_async(self, write: bool, timeout: float | None) -> bool:

@@ -175,10 +175,13 @@ class ZmqTransport(Transport):
         self._waiters.wake()
         return frame
 
-    def wait(self, write: bool, timeout: float | None) -> bool:
-        ready = zmq.zmq_poll([(self.socket, zmq.POLLOUT if write else zmq.POLLIN)], milliseconds(timeout))
+    def wait(self, write: bool, timeout: float | None, until: int | None = None) -> bool:
+        items: list[tuple[zmq.Socket[bytes] | int, int]] = [(self.socket, zmq.POLLOUT if write else zmq.POLLIN)]
+        if until is not None:
+            items.append((until, zmq.POLLIN))
+        ready = zmq.zmq_poll(items, milliseconds(timeout))
         self._waiters.wake()
-        return bool(ready)
+        return any(source != until for source, _ in ready)
 
     async def wait_async(self, write: bool, timeout: float | None) -> bool:
         return await self._waiters.wait(write, timeout)

@@ -20,6 +20,7 @@ from headrace.engine.base import Broadcast, Engine, Runner
 from headrace.errors import HeadraceError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
+from headrace.ipc.greeting import greet
 from headrace.ipc.messages import Failed, Hello, Progress, Ready
 from headrace.version import __version__
 from headrace.worker.guard import guard, set_process_name
@@ -61,6 +62,10 @@ class Reporter:
         self._last = (stage, share)
         self._channel.send(Progress(self._rank, stage, done, total), timeout=NOTIFY_TIMEOUT)
 
+    def connecting(self) -> None:
+        """The pair channels do not come about; acknowledged, so that the proxy is known to run."""
+        self._channel.notify(Progress(self._rank, "connect", 0, 0), NOTIFY_TIMEOUT, NOTIFY_ATTEMPTS)
+
     def ready(self, message: Ready) -> None:
         """Every rank can run steps."""
         self._channel.notify(message, NOTIFY_TIMEOUT, NOTIFY_ATTEMPTS)
@@ -95,6 +100,7 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     key = bootstrap.key
     plans = PlanSender([bind_pair(bootstrap.address("plan", rank), key) for rank in range(1, world.size)])
     requests, results = connect_pair(bootstrap.address("request"), key), connect_pair(bootstrap.address("result"), key)
+    greet(requests, results, report.connecting)
     _, make_engine = load(bootstrap, world, report)
     engine = make_engine(plans)
     plans.wait_loaded()

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from headrace.errors import FrameError, NotAcknowledgedError
+from headrace.executor.doorbell import Doorbell
 from headrace.ipc.channel import Channel, ServedChannel, new_key
 from headrace.ipc.codec import Kind
 from headrace.ipc.ends import BaseEnd
@@ -49,6 +50,25 @@ def test_replies_go_to_who_asked(ends: Ends, background: Background) -> None:
         assert answers.result(LONG) == [Stats({name: 1.0})] * 50
     assert sorted(serving.result(LONG)) == sorted((name, GetStats()) for name in names for _ in range(50))
     assert binder.stats.dropped == 0
+
+
+def test_a_call_is_given_up_when_nobody_will_answer(ends: Ends, background: Background) -> None:
+    """A23: told by a descriptor, before the call or while it waits; the next call is answered as ever."""
+    binder = ends.bind_served("control")
+    connector = ends.connect_served(binder, "a")
+    bell = Doorbell()
+    for _ in range(2):  # the second time it is rung before
+        asking = background(lambda: connector.call(Ping(), LONG, bell.fd))
+        received = binder.recv(LONG)
+        assert received is not None and received.message == Ping()
+        bell.ring()
+        with pytest.raises(TimeoutError):
+            asking.result(LONG)
+    binder.reply("a", Pong(1, 0.0))
+    bell.silence()
+    serving = background(lambda: serve(binder, 1))
+    assert connector.call(GetStats(), LONG, bell.fd) == Stats({"a": 1.0}) and connector.stats.dropped == 1
+    serving.result(LONG)
 
 
 def test_notify(ends: Ends, background: Background) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import EngineDeadError
-from headrace.executor.lifecycle import WorldState
+from headrace.executor.lifecycle import FAIL, RESTART, WorldState
+from headrace.executor.stacks import process_state
 from tests.integration.worlds import LONG, Deaths, answer, completion, eventually, folder, make, pids, submit
 
 #: seconds within which a death must be known; the promise is one, and the machine may be busy
@@ -169,6 +170,26 @@ def test_all_ranks_killed_at_once_is_one_death(started):
         with contextlib.suppress(ProcessLookupError):  # mpiexec and the janitor may have ended by the death of the first rank
             os.kill(processes[name], signal.SIGKILL)
     check_dead(executor, waiters, deaths)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize(("policy", "count"), [(FAIL, 3), (RESTART, 1)], ids=["fail", "restart"])
+def test_calls_under_way_are_told_of_the_death_at_once(policy, count, started):
+    """A23: also those that wait for their turn, and not when their own time is up."""
+    executor = started(on_engine_death=policy)
+    processes = pids(executor)
+    os.kill(processes["rank0"], signal.SIGSTOP)
+    assert eventually(lambda: process_state(processes["rank0"]) == "T")
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(executor.stats, 10 * LONG) for _ in range(count)]
+        assert eventually(lambda: len(executor._callers) == count)
+        began = time.monotonic()
+        os.kill(processes["rank1"], signal.SIGKILL)
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="the worker world died"):
+                call.result(LONG)
+    print(f"told after {time.monotonic() - began:.2f} s")
+    assert time.monotonic() - began < SOON
 
 
 @pytest.mark.kill

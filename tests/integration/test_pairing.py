@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from headrace.config import EchoConfig
 from headrace.errors import ChannelError, RequestError
 from headrace.executor.lifecycle import WorldState
 from headrace.executor.request import GenerationRequest
+from headrace.executor.stacks import process_state
 from headrace.ipc.messages import Buffer, Deltas
 from headrace.params import SamplingParams
 from tests.integration.worlds import LONG, VOCABULARY, answer, completion, eventually, pids, shared_world, submit
@@ -44,8 +46,28 @@ def executor(shared) -> Iterator:
     assert eventually(lambda: shared.counters()["live"] == 0), shared.counters()
     counters = shared.counters()
     ended = sum(counters[outcome] for outcome in ("finished", "aborted", "failed", "timed_out", "dead"))
-    assert counters["admitted"] == ended and counters["dispatch_faults"] == 0 and counters["dead"] == 0
+    assert counters["admitted"] == ended and counters["dispatch_faults"] == before["dispatch_faults"] and counters["dead"] == 0
     assert shared.state is WorldState.READY and counters["admitted"] > before["admitted"]
+    assert completion(submit(shared, [1, 2])[0].result(LONG)).token_ids == answer([1, 2], 5)
+
+
+@pytest.mark.dispatch_fault
+def test_a_fault_of_the_dispatch_thread_is_counted_and_survived(shared, monkeypatch):
+    """A15: whatever it is, every request depends on this thread."""
+    before, cancel = shared.counters()["dispatch_faults"], shared._dispatcher.pairing.cancel
+    failures = iter([LookupError("provoked")])
+
+    def fail_once(request_id: int) -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        cancel(request_id)
+
+    monkeypatch.setattr(shared._dispatcher.pairing, "cancel", fail_once)
+    (handle,) = submit(shared, [1, 2], max_tokens=8000)
+    handle.abort()
+    handle.abort()
+    assert completion(handle.result(LONG)).finish_reason in ("abort", "length")
+    assert shared.counters()["dispatch_faults"] == before + 1
     assert completion(submit(shared, [1, 2])[0].result(LONG)).token_ids == answer([1, 2], 5)
 
 
@@ -284,8 +306,14 @@ def test_control_calls_are_answered_beside_the_data(executor):
 
 def test_a_control_call_that_is_not_answered_in_time_tells_its_caller_only(executor):
     """A57."""
-    with pytest.raises(TimeoutError, match="GetStats"):
-        executor.stats(0.0)
+    rank0 = pids(executor)["rank0"]
+    os.kill(rank0, signal.SIGSTOP)
+    try:
+        assert eventually(lambda: process_state(rank0) == "T")
+        with pytest.raises(TimeoutError, match="GetStats"):
+            executor.stats(0.01)
+    finally:
+        os.kill(rank0, signal.SIGCONT)
     assert executor.stats(LONG)["requests_waiting"] == 0
     submit(executor, [1])[0].result(LONG)
 

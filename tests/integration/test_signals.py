@@ -233,6 +233,7 @@ def test_a_chat_whose_world_dies_ends_with_3_at_the_next_question(program):
     """A23."""
     running = program(CHAT)
     os.kill(running.pids["rank1"], signal.SIGKILL)
+    assert running.deaths.survivors() == []  # before, rank 0 may still answer
     running.process.stdin.write("Why is the sky blue?\n")
     running.process.stdin.flush()
     code, err, _ = running.ends()

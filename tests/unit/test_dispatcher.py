@@ -1,4 +1,4 @@
-"""The dispatcher without its thread and without a world: what it does with frames at awkward moments (A15, A26)."""
+"""The dispatcher without its thread and without a world: what it does at awkward moments (A15, A26, A27, A32)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from headrace.errors import EngineDeadError
 from headrace.executor.admission import QueueLimits
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.ledger import Phase
-from headrace.executor.lifecycle import RESTART, Lost, Started, WorldState
+from headrace.executor.lifecycle import RESTART, Close, Lost, Started, WorldState
 from headrace.executor.live import LiveRequest
+from headrace.executor.outbox import Outbox
 from headrace.executor.request import CheckedRequest, GenerationRequest
 from headrace.executor.result import GenerationResult
-from headrace.ipc.messages import Buffer, Deltas
+from headrace.ipc.messages import Buffer, Deltas, Shutdown, Submit
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 
@@ -55,6 +56,88 @@ def test_the_last_words_of_a_dead_world_neither_count_nor_resume_what_is_held(di
     assert results[0].mailboxes[0].unread_tokens == [7] and not results[0].finished
     rests = [live.rest() for _, live in dispatcher.pairing.ledger.resume()]
     assert [(list(rest.token_ids), rest.max_tokens, rest.num_generated) for rest in rests] == [([1, 2, 7], 8, 1), ([1, 2], 9, 0)]
+
+
+class Sent:
+    """A request channel that takes all."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.messages.append(message)
+
+    def requests(self) -> list[int]:
+        return [head.request_id for message in self.messages if isinstance(message, Submit) for head in message.requests]
+
+
+@pytest.fixture
+def sent(dispatcher: Dispatcher) -> Sent:
+    """Three requests that were at two deaths each, so that a world gets one at a time; it has the first."""
+    sent = Sent()
+    dispatcher.pairing.outbox = dispatcher.world.outbox = Outbox(sent, dispatcher.pairing.send_failed)  # type: ignore[arg-type]
+    ledger = dispatcher.pairing.ledger
+    for request_id in range(3):
+        admit(dispatcher, request_id)
+    ledger.suspend(3)
+    list(ledger.resume())
+    ledger.suspend(3)
+    dispatcher.pairing.resume()
+    dispatcher.flush()
+    assert sent.requests() == [0] and ledger.holds
+    return sent
+
+
+def test_a_drain_lets_those_that_are_held_have_their_turn(dispatcher, sent):
+    """A27, A32: the mark goes behind the last of them."""
+    dispatcher._handle(Close(True, 10.0))
+    dispatcher._deliver(deltas(0, 7, finish=FinishReason.LENGTH))
+    assert sent.requests() == [0, 1]
+    dispatcher._deliver(deltas(1, 7))
+    assert sent.requests() == [0, 1, 2] and sent.messages[-1] == Shutdown(drain=True)
+    assert sum(isinstance(message, Shutdown) for message in sent.messages) == 1
+
+
+@pytest.mark.parametrize("how", ["cancelled", "its deadline"])
+def test_a_drain_does_not_wait_for_a_held_request_that_ends_otherwise(how, dispatcher, sent):
+    """A32."""
+    dispatcher._handle(Close(True, 10.0))
+    if how == "cancelled":
+        for request_id in (1, 2):
+            dispatcher.post(request_id)
+        dispatcher._read_inbox()
+    else:
+        for live in [live for _, live in dispatcher.pairing.ledger.held()]:
+            live._checked = live._checked._replace(deadline=0.0)
+        dispatcher._sources.add(dispatcher._bell.fd, dispatcher._read_inbox)
+        dispatcher._turn()
+    assert sent.requests() == [0] and Shutdown(drain=True) in sent.messages
+
+
+def test_an_end_without_drain_aborts_what_is_held_too(dispatcher, sent):
+    """A32."""
+    live = [live for _, live in dispatcher.pairing.ledger.held()]
+    dispatcher._handle(Close(False, 10.0))
+    assert [one.mailbox.finish for one in live] == [FinishReason.ABORT] * 2
+    assert sent.messages[-1] == Shutdown(drain=False) and len(dispatcher.pairing.ledger) == 1
+
+
+def test_a_death_while_the_held_have_their_turn_ends_all(dispatcher, sent):
+    """A32."""
+    dispatcher._handle(Close(True, 10.0))
+    dispatcher._handle(Lost(EngineDeadError("killed")))
+    assert len(dispatcher.pairing.ledger) == 0 and not any(isinstance(message, Shutdown) for message in sent.messages)
+    dispatcher._deliver(deltas(0, 7))
+    assert sent.requests() == [0]
+
+
+def test_a_deadline_is_kept_while_others_have_their_turn(dispatcher, sent):
+    """A36: no world watches it yet."""
+    (one, _) = [live for _, live in dispatcher.pairing.ledger.held()]
+    one._checked = one._checked._replace(deadline=0.0)
+    dispatcher._sources.add(dispatcher._bell.fd, dispatcher._read_inbox)
+    dispatcher._turn()
+    assert one.mailbox.finish is FinishReason.TIMEOUT
 
 
 def test_frames_that_make_no_sense_are_counted_and_change_nothing(dispatcher):
