@@ -110,6 +110,11 @@ class KVCache:
         self._events = events
 
     @property
+    def reuses(self) -> bool:
+        """Whether blocks are found by their content."""
+        return self._index is not None
+
+    @property
     def num_free(self) -> int:
         """Blocks that can be handed out: empty and cached ones."""
         return len(self._empty) + len(self._cached)
@@ -253,6 +258,15 @@ class KVCache:
             else:
                 self._empty.append(block)
         return len(held)
+
+    def disown(self, owner: int) -> None:
+        """The blocks of ``owner`` are not found any more: what has been computed in them is of no use."""
+        index = self._index
+        if index is None:
+            return
+        names = [index.remove(block).name for block in self._tables[owner] if block in index]
+        if names and self._events is not None:
+            self._events.removed(names)
 
     def forget(self) -> None:
         """No block is found any more. Tables stay; what they hold is in no other from now on, unless it is already."""

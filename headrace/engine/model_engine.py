@@ -306,6 +306,10 @@ class ModelEngine:
         request, sequence = live.request, live.sequence
         finish, stop_reason = None, None
         if token == NO_TOKEN:
+            # A sequence with a number that is not finite has it in the KV of its earlier tokens too, for attention takes 0 times NaN along;
+            # what has been taken over from such a one is computed again before the blame is laid here.
+            if self._scheduler.distrust(sequence):
+                return
             why = "the model gave logits that are not finite"
             if live.rules is not None:
                 why = "no token is allowed, or " + why

@@ -98,6 +98,7 @@ class Sequence:
         wanted: positions whose logits are still wanted though no token is sampled from them: those of the prompt, for its logprobs. While
             there are any it looks for no blocks, and computes all of its tokens.
         branches: None for a request that has no others.
+        reused: so many of its tokens were found in the cache when it began to run.
     """
 
     request_id: int
@@ -110,6 +111,7 @@ class Sequence:
     chain: Chain | None = None
     wanted: range = range(0)
     branches: Branches | None = None
+    reused: int = 0
 
     @property
     def remaining(self) -> int:
@@ -310,6 +312,19 @@ class Scheduler:
         self.cache.release(request_id)
         return True
 
+    def distrust(self, sequence: Sequence) -> bool:
+        """A running request got numbers that are of no use: none of its blocks is found any more.
+
+        If it has used those of others, whose fault that may be, it is preempted, and computes all of its tokens in blocks of its own: True.
+        """
+        self.cache.disown(sequence.request_id)
+        if not sequence.reused or sequence.branches is not None:
+            return False
+        sequence.chain = None
+        sequence.reused = 0
+        self._preempt(sequence)
+        return True
+
     def forget_prefixes(self) -> None:
         """No request finds KV of an earlier one from now on, whatever the two have in common."""
         self.cache.forget()
@@ -446,7 +461,7 @@ class Scheduler:
         self.num_admitted += 1
         for member, match in zip(members, matches, strict=True):
             self.cache.start(member.request_id, match, len(member.tokens))
-            member.computed = match.num_tokens
+            member.computed = member.reused = match.num_tokens
             if member.chain is not None:
                 member.chain.stored = len(match.blocks)
             self._move(member, Event.ADMIT)
@@ -498,7 +513,9 @@ class Scheduler:
         for sequence in waiting:
             if sequence.state not in (State.WAITING, State.PREEMPTED) or sequence.computed:
                 raise AssertionError(f"{sequence!r} waits")
-            if any(other.rank > sequence.rank for other in running if other.rank.negated_priority == sequence.rank.negated_priority):
+            passed = any(other.rank > sequence.rank for other in running if other.rank.negated_priority == sequence.rank.negated_priority)
+            # Not one that was preempted for what it had computed: who is behind it runs on.
+            if passed and not (sequence.state is State.PREEMPTED and self.cache.reuses and sequence.chain is None):
                 raise AssertionError(f"{sequence!r} was passed over by a younger one of its priority")
         states = [sequence.state for sequence in (*running, *waiting)]
         if self.counts != {state: states.count(state) for state in State}:
