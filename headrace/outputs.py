@@ -45,7 +45,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
         stop_reason: the stop string or stop token id that ended it; None for the model's own end of sequence.
         logprobs: one entry for each of ``token_ids``; None unless asked for.
         logprobs_diff: those of ``token_ids_diff``.
-        cumulative_logprob: sum of the logprobs of ``token_ids``; None unless they were asked for, or the best choices were found by it.
+        cumulative_logprob: sum of the logprobs of ``token_ids``; None unless they were asked for, or the choices were found by it, as the
+            best of several or in a beam search.
         generation_logits: float32 [len(token_ids), vocabulary], a numpy array, once it has finished; None unless asked for.
     """
 
@@ -73,7 +74,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     ``prompt_logprobs`` and ``context_logits`` come whole: they are in every snapshot made after the last of them has arrived.
 
     Attributes:
-        outputs: ``n`` choices; the best one first where ``best_of`` were generated.
+        outputs: ``n`` choices; the best one first where ``best_of`` were generated, or a beam search was made.
         finished: whether nothing will follow.
         prompt_logprobs: one entry for each prompt token, None for the first, which nothing precedes; None unless asked for.
         context_logits: float32 [len(prompt_token_ids), vocabulary], a numpy array; None unless asked for.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from headrace.executor.extras import Extras, Taken
+from headrace.executor.extras import BeamResult, Extras, Taken
 from headrace.executor.mailbox import Mailbox
 from headrace.executor.request import TextStage
 from headrace.outputs import CompletionOutput
@@ -60,7 +61,7 @@ class Choice:
             rows = None
             if box.extras is not None and self.extras is not None:
                 rows = box.extras.take()
-                self.extras.add_prompt(box.extras)
+                self.extras.add_whole(box.extras)
             self.ended = box.ended
         if self._stage is not None:
             texts.append(self._stage.feed(tokens).text)
@@ -102,3 +103,26 @@ class Choice:
         if self.ended:
             fields["generation_logits"] = extras.generation_logits()
         return fields
+
+
+def beam_completions(beams: Sequence[BeamResult], new_stage: Callable[[], TextStage] | None) -> list[CompletionOutput]:
+    """The choices of a beam search, best first. All of it is new, for nothing of it was known before its end."""
+    completions = []
+    for index, beam in enumerate(beams):
+        text = ""
+        if new_stage is not None:
+            stage = new_stage()
+            text = stage.feed(beam.token_ids).text + stage.flush().text
+        completions.append(
+            CompletionOutput(
+                index=index,
+                text=text,
+                token_ids=beam.token_ids,
+                text_diff=text,
+                token_ids_diff=beam.token_ids.copy(),
+                finish_reason=str(beam.finish),
+                stop_reason=beam.stop_reason,
+                cumulative_logprob=beam.cumulative_logprob,
+            )
+        )
+    return completions

@@ -1,4 +1,5 @@
-"""What comes beside the tokens of a request that asked for it: logprobs and logits, of its tokens and of its prompt. Pure.
+"""What comes beside the tokens of a request that asked for it: logprobs and logits, of its tokens and of its prompt; or in place of them:
+the results of a beam search. Pure.
 
 Rows stay the bytes that they came as, joined, until a reader takes them: what nobody reads costs a copy, and not an object for each number.
 """
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.ipc.messages import Buffer, Deltas, LogprobRows
+from headrace.ipc.messages import Beam, Buffer, Deltas, LogprobRows
 from headrace.outputs import FinishReason, Logprob, TokenLogprobs
 
 #: bytes of an int32 and of a float32
@@ -21,7 +22,8 @@ _NOTHING = memoryview(b"")
 
 class Wanted(NamedTuple):
     """What one choice asked for. ``width`` and ``prompt_width``: numbers in a row of logprobs, 0: none are wanted. ``logits`` and
-    ``context_logits``: size of the vocabulary, 0 alike. ``prompt_length``: tokens of the prompt.
+    ``context_logits``: size of the vocabulary, 0 alike. ``prompt_length``: tokens of the prompt. ``beams``: most
+    results of a beam search, 0: it is none.
     """
 
     width: int = 0
@@ -29,6 +31,16 @@ class Wanted(NamedTuple):
     prompt_width: int = 0
     context_logits: int = 0
     prompt_length: int = 1
+    beams: int = 0
+
+
+class BeamResult(NamedTuple):
+    """One result of a beam search."""
+
+    token_ids: list[int]
+    finish: FinishReason
+    stop_reason: int | None
+    cumulative_logprob: float
 
 
 class Columns:
@@ -104,13 +116,15 @@ class PromptRows:
 class Extras:
     """Of one choice. Rows arrive with the tokens of a delta, are held as long as those are, and lie unread until a reader takes them."""
 
-    __slots__ = ("_held", "_unread", "context_logits", "prompt_logprobs", "wanted")
+    __slots__ = ("_held", "_unread", "beams", "context_logits", "prompt_logprobs", "wanted")
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         sizes = _logprob_sizes(wanted.width) + _logit_sizes(wanted.logits)
         self._held = Columns(sizes) if sizes else None
         self._unread = Columns(sizes) if sizes else None
+        # Best first; they come with the ending.
+        self.beams: list[BeamResult] | None = None
         self.prompt_logprobs = PromptRows(_logprob_sizes(wanted.prompt_width), wanted.prompt_length - 1) if wanted.prompt_width else None
         self.context_logits = PromptRows(_logit_sizes(wanted.context_logits), wanted.prompt_length) if wanted.context_logits else None
 
@@ -133,6 +147,10 @@ class Extras:
             for name, about in (("prompt logprobs", self.prompt_logprobs), ("context logits", self.context_logits)):
                 if about is not None and not about.complete:
                     raise ValueError(f"{about.arrived} of {about.total} rows of {name} came")
+            if wanted.beams:
+                self.beams = _beams(deltas.beams.get(request_id, ()), wanted.beams)
+                if count:
+                    raise ValueError(f"{count} tokens came with the results of a beam search")
 
     def release(self, count: int) -> None:
         """The next ``count`` tokens are let out, and these rows with them."""
@@ -150,17 +168,17 @@ class Extras:
         return None if self._unread is None else self._unread.take(len(self._unread))
 
     def rewind(self) -> bool:
-        """Another world goes on with the request. Whether it is to be asked about the prompt again."""
+        """Another world goes on with the request. Whether something was asked about the prompt and need not be asked again."""
         asked = [rows for rows in (self.prompt_logprobs, self.context_logits) if rows is not None]
         for rows in asked:
             rows.rewind()
-        return not all(rows.complete for rows in asked)
+        return bool(asked) and all(rows.complete for rows in asked)
 
 
 class Taken:
     """The reader's side: rows as users see them."""
 
-    __slots__ = ("_context", "_logits", "cumulative", "logprobs", "prompt_logprobs", "wanted")
+    __slots__ = ("_context", "_logits", "beams", "cumulative", "logprobs", "prompt_logprobs", "wanted")
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -169,6 +187,7 @@ class Taken:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._logits: list[bytearray] = []
         self._context: bytearray | None = None
+        self.beams: list[BeamResult] | None = None
 
     def add(self, rows: Columns) -> None:
         """What ``Extras.take`` gave."""
@@ -181,8 +200,9 @@ class Taken:
         if self.wanted.logits:
             self._logits.append(rows.data[-1])
 
-    def add_prompt(self, extras: Extras) -> None:
-        """What there is about the prompt, once it is complete. Holds the lock of the mailbox."""
+    def add_whole(self, extras: Extras) -> None:
+        """What comes once: what there is about the prompt, when it is complete, and beams. Holds the lock of the mailbox."""
+        self.beams = extras.beams
         about = extras.prompt_logprobs
         if about is not None and about.complete and self.prompt_logprobs is None:
             self.prompt_logprobs = [None, *logprob_dicts(about.columns.take(len(about.columns)), self.wanted.prompt_width)]
@@ -216,6 +236,18 @@ def _dicts(ids: Sequence[int], logprobs: Sequence[float], ranks: Sequence[int], 
             entry.setdefault(ids[place], Logprob(logprobs[place], place - first))
         dicts.append(entry)
     return dicts
+
+
+def _beams(beams: Sequence[Beam], most: int) -> list[BeamResult]:
+    if not 1 <= len(beams) <= most:
+        raise ValueError(f"{len(beams)} results of a beam search came, of {most}")
+    results = []
+    for beam in beams:
+        token_ids = beam.token_ids.as_int32().tolist()
+        results.append(BeamResult(token_ids, FinishReason(beam.finish), beam.stop_reason, beam.cumulative_logprob))
+        if not token_ids:
+            raise ValueError("a result of a beam search has no tokens")
+    return results
 
 
 def _logprob_sizes(width: int) -> tuple[int, ...]:

@@ -36,8 +36,7 @@ class LiveRequest:
         as if nothing had happened.
         """
         checked, history, extras = self._checked, self.history, self.mailbox.extras
-        if extras is not None and not extras.rewind():
-            # All there is to say about the prompt has come, and another world need not say it again.
+        if extras is not None and extras.rewind():
             params = msgspec.structs.replace(checked.params, prompt_logprobs=None, return_context_logits=False)
             checked = checked._replace(params=params)
         if not history:

@@ -134,6 +134,8 @@ class Checker:
         width = shared.width
         if request.streaming and width > params.n:
             raise RequestError(f"best_of={width} cannot stream {params.n} choices: which are the best is known at the end")
+        if request.streaming and params.use_beam_search:
+            raise RequestError("a beam search cannot stream: its texts are known at the end")
         if request.cache_salt is not None:
             text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
         if request.lora is not None and not isinstance(request.lora, LoraRequest):
@@ -229,6 +231,8 @@ def child_seed(seed: int, index: int) -> int:
 
 
 def _wanted(params: SamplingParams, vocabulary: int) -> Wanted | None:
+    if params.use_beam_search:
+        return Wanted(beams=params.n)
     if (
         params.logprobs is None
         and params.prompt_logprobs is None

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.executor.choice import Choice
+from headrace.executor.choice import Choice, beam_completions
 from headrace.executor.extras import Extras
 from headrace.executor.followers import Followers
 from headrace.executor.mailbox import Mailbox, Readers, Waiter
@@ -48,6 +48,7 @@ class GenerationResult:
         self.prompt_token_ids = request.prompt_token_ids
         self.params = request.params
         self.streaming = request.streaming
+        self._new_stage = request.new_stage
         self._abort = abort
         self._ids = range(first_id, first_id + len(choices))
         self._readers = Readers(self._ids, abort)
@@ -219,10 +220,13 @@ class GenerationResult:
 
     def _snapshot(self, final: bool) -> RequestOutput:
         """What is new since the last one counts as given out. Holds ``_reading``."""
-        completions = [choice.snapshot(index) for index, choice in enumerate(self._choices)]
+        about = self._choices[0].extras
+        if about is not None and about.beams is not None:
+            completions = beam_completions(about.beams, self._new_stage)
+        else:
+            completions = [choice.snapshot(index) for index, choice in enumerate(self._choices)]
         if self.params.n < len(completions):
             completions = self._best(completions)
-        about = self._choices[0].extras
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

@@ -18,10 +18,10 @@ from headrace.executor.live import LiveRequest
 from headrace.executor.pairing import Pairing
 from headrace.executor.request import Checker, GenerationRequest
 from headrace.executor.result import GenerationResult
-from headrace.ipc.messages import Buffer, Deltas, LogprobRows
+from headrace.ipc.messages import Beam, Buffer, Deltas, LogprobRows
 from headrace.outputs import FinishReason, Logprob
 from headrace.params import SamplingParams
-from headrace.text.stage import StoppingText
+from headrace.text.stage import PlainText, StoppingText
 from headrace.text.stops import StopMatcher
 
 VOCABULARY = 8
@@ -49,11 +49,11 @@ class Outbox:
 class Rig:
     """A pairing with one request, id 0, and frames for it."""
 
-    def __init__(self, prompt=(1, 2, 3), stop=(), streaming=True, **params):
+    def __init__(self, prompt=(1, 2, 3), stop=(), streaming=True, new_stage=None, **params):
         self.pairing = Pairing(QueueLimits(), 3)
         self.pairing.outbox = self.outbox = Outbox()
         params = SamplingParams(stop=stop, **params)
-        stage = (lambda: StoppingText(Letters(), StopMatcher(stop))) if stop else None
+        stage = (lambda: StoppingText(Letters(), StopMatcher(stop))) if stop else new_stage
         (checked,) = Checker(FACTS).check(GenerationRequest(list(prompt), params, streaming, new_stage=stage))
         self.handle = GenerationResult(0, [checked], self.pairing.lock, lambda request_id: None)
         self.live = LiveRequest(self.handle.mailboxes[0], checked, True)
@@ -293,3 +293,53 @@ def test_logits_of_another_vocabulary_fail_the_request():
     rig.deliver(5, generation_logits=Buffer(np.zeros(VOCABULARY + 1, np.float32)))
     with pytest.raises(RequestError, match="makes no sense"):
         rig.handle.result(0)
+
+
+# --- beams
+
+
+def beam(*tokens, finish=FinishReason.STOP, stop_reason=None, total=-1.0):
+    return Beam(Buffer.int32(tokens), int(finish), stop_reason, total, total / max(1, len(tokens)))
+
+
+def test_a_beam_search_ends_with_its_results_best_first():
+    """A39."""
+    rig = Rig(streaming=False, n=2, best_of=3, use_beam_search=True, new_stage=lambda: PlainText(Letters()))
+    rig.deliver(finish=FinishReason.STOP, beams=(beam(1, 2), beam(3, finish=FinishReason.LENGTH, stop_reason=None, total=-2.5)))
+    output = rig.handle.result(0)
+    assert [(one.index, one.token_ids, one.text, one.finish_reason, one.cumulative_logprob) for one in output.outputs] == [
+        (0, [1, 2], "bc", "stop", -1.0),
+        (1, [3], "d", "length", -2.5),
+    ]
+    assert list(rig.handle) == [output] and output.finished and rig.pairing.ledger.balanced()
+
+
+def test_an_aborted_beam_search_has_nothing():
+    """A18."""
+    rig = Rig(streaming=False, use_beam_search=True, n=2)
+    rig.deliver(finish=FinishReason.ABORT)
+    assert (only(rig.handle.result(0)).token_ids, only(rig.handle.result(0)).finish_reason) == ([], "abort")
+
+
+@pytest.mark.parametrize(
+    "beams",
+    [
+        (),
+        (beam(1), beam(2), beam(3)),
+        (beam(),),
+        (Beam(Buffer(b"odd"), 1, None, 0.0, 0.0),),
+        (Beam(Buffer.int32([1]), 77, None, 0.0, 0.0),),
+    ],
+)
+def test_beams_that_make_no_sense_fail_their_request(beams):
+    """A15, invariant 6."""
+    rig = Rig(streaming=False, use_beam_search=True, n=2)
+    rig.deliver(finish=FinishReason.STOP, beams=beams)
+    with pytest.raises(RequestError, match="makes no sense"):
+        rig.handle.result(0)
+    assert rig.pairing.bad_frames == 1 and len(rig.pairing.ledger) == 0
+
+
+def test_a_beam_search_does_not_stream():
+    with pytest.raises(RequestError, match="cannot stream"):
+        Rig(use_beam_search=True, n=2)
