@@ -66,8 +66,12 @@ class TinyRunner:
             contexts += [(table, position + 1) for position in range(start, end)]
             first += length
         assert place == len(plan.tables) and first == len(plan.tokens)
-        rows = [logits_after(self.cache[table].reshape(-1)[:length]) for table, length in (contexts[row] for row in plan.samples.tolist())]
+        rows = [self.logits_after(self.cache[table].reshape(-1)[:length]) for table, length in map(contexts.__getitem__, plan.samples)]
         return np.array(rows, np.float32).reshape(-1, VOCAB)
+
+    def logits_after(self, tokens: Any) -> Float32:
+        """float32 [VOCAB] of the token that follows."""
+        return logits_after(tokens)
 
     def close(self) -> None:
         pass
@@ -100,10 +104,10 @@ class Got:
 class TinyEngine:
     """The model engine over a ``TinyRunner``, and what it has said."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, kind: type[TinyRunner] = TinyRunner, **config: Any) -> None:
         settings: dict[str, Any] = {"model": "tiny", "kv_cache_tokens": 256, "tokens_per_block": 4, "max_seq_len": 48, **config}
         self.config = EngineConfig(**settings)
-        self.runner = TinyRunner(self.config)
+        self.runner = kind(self.config)
         self.engine = ModelEngine(self.config, self.runner)
         self.got: dict[int, Got] = {}
 

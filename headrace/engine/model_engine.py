@@ -13,6 +13,7 @@ from typing import Protocol
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
+from headrace.engine.beams import Beams
 from headrace.engine.iterations import IterationLog
 from headrace.engine.kv_cache import KVCache, cache_limits
 from headrace.engine.kv_events import KVEventLog
@@ -74,7 +75,10 @@ def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast 
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that the scheduler has. ``rules``, ``readout``: None for one that has no need of them."""
+    """A request that the scheduler has. ``rules``, ``readout``, ``beams``: None for one that has no need of them.
+
+    The sequences of a beam search are known by ids of their own, which are negative; all of them stand for the one request.
+    """
 
     request: EngineRequest
     sequence: LiveSequence
@@ -82,6 +86,7 @@ class _Live:
     eos: frozenset[int]
     rules: LogitRules | None
     readout: Readout | None
+    beams: Beams | None
 
 
 class ModelEngine:
@@ -128,6 +133,7 @@ class ModelEngine:
         self._reset_prefix_cache = False
         self._live: dict[int, _Live] = {}
         self._ended_early = StepOutputs()  # records of requests that ended between steps
+        self._last_id = 0
         self._steps = 0
         self._generated_tokens = 0
         self._computed_tokens = 0
@@ -143,6 +149,8 @@ class ModelEngine:
         Raises ValueError for an id that is live already; one whose ending ``step`` has given out may be used again.
         """
         prompt, params, vocab_size = request.prompt_token_ids, request.params, self.facts.vocab_size
+        if request.request_id in self._live:
+            raise ValueError(f"request {request.request_id} is live already")
         eos = frozenset(self.facts.eos_token_ids if params.end_id is None else (params.end_id,))
         if params.ignore_eos:
             eos = frozenset()
@@ -159,6 +167,7 @@ class ModelEngine:
                 array("i", prompt.tobytes()),
                 request.priority,
                 max_tokens=request.max_tokens,
+                width=params.width if params.use_beam_search else 1,
                 wanted=range(0) if readout is None else readout.wanted,
                 salt=request.cache_salt,
                 adapter=request.lora,
@@ -166,21 +175,24 @@ class ModelEngine:
         except RequestError as error:
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
             return
-        self._live[request.request_id] = _Live(request, sequence, sampling, eos, rules, readout)
+        beams = Beams(request, sequence, rules, eos) if params.use_beam_search else None
+        self._live[request.request_id] = _Live(request, sequence, sampling, eos, rules, readout, beams)
 
     def cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
         """End it in the next step; one that waits never runs."""
-        if not self._scheduler.end(request_id):
+        live = self._live.get(request_id)
+        if live is None or live.request.request_id != request_id:
             return False
-        del self._live[request_id]
+        self._end(live)
         self._ended_early.add(request_id, (), finish)
         return True
 
     def cancel_all(self) -> None:
         """``cancel`` for every request that has not ended."""
         # From the last on, which is where taking one out of its queue moves nothing.
-        for request_id in reversed(self._scheduler.live()):
-            self.cancel(request_id)
+        for sequence_id in reversed(self._scheduler.live()):
+            if (live := self._live.get(sequence_id)) is not None:
+                self.cancel(live.request.request_id)
 
     def step(self) -> StepOutputs:
         """One forward pass for all that the scheduler picks. An exception is a fault of the world; in sampling it ends one request."""
@@ -231,13 +243,16 @@ class ModelEngine:
     def _update(self, chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs) -> None:
         self._steps += 1
         self._computed_tokens += sum(chunk.length for chunk in chunks)
-        sampled = [self._live[chunk.sequence.request_id] for chunk in chunks if chunk.samples]
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = [self._live[sequence.request_id] for sequence in sampling]
         wanting = any(chunk.sequence.wanted for chunk in chunks)
         num_rows = sum(len(chunk.wanted) + chunk.own_row for chunk in chunks) if wanting else len(sampled)
         if logits is None or len(logits) != num_rows:
             raise RuntimeError(f"the runner gave no logits for {num_rows} rows")
         if wanting:
             logits = self._read_prompts(chunks, logits, outputs)
+        if any(live.beams is not None for live in sampled):
+            sampled, logits = self._advance_beams(sampling, sampled, logits, outputs)
         if any(live.rules is not None or live.readout is not None for live in sampled):
             sampled, logits = self._apply_rules(sampled, logits, outputs)
         try:
@@ -268,6 +283,42 @@ class ModelEngine:
                     outputs.add(sequence.request_id, ())
             start = end
         return logits[rows]
+
+    def _advance_beams(
+        self, sequences: list[LiveSequence], sampled: list[_Live], logits: Float32, outputs: StepOutputs
+    ) -> tuple[list[_Live], Float32]:
+        """Let every beam search go on, whose sequences all sample in the same step; gives back what is not of one, with its logits."""
+        rest: list[int] = []
+        searches: dict[int, tuple[_Live, dict[int, Float32]]] = {}
+        for row, (sequence, live) in enumerate(zip(sequences, sampled, strict=True)):
+            if live.beams is None:
+                rest.append(row)
+            else:
+                _, rows = searches.setdefault(live.request.request_id, (live, {}))
+                rows[sequence.request_id] = logits[row]
+        for request_id, (live, rows) in searches.items():
+            assert live.beams is not None
+            try:
+                results = live.beams.advance(rows, self._scheduler, self._new_id)
+            except (RequestError, ValueError) as error:
+                self._fail_sampling(live, error, outputs)
+                continue
+            self._generated_tokens += 1
+            if results:
+                self._end(live)
+                outputs.add(request_id, (), results[0].finish, stop_reason=results[0].stop_reason)
+                outputs.beams[request_id] = results
+                continue
+            for old in rows.keys() - {request_id}:
+                del self._live[old]
+            for sequence in live.beams.sequences:
+                self._live[sequence.request_id] = live
+        return [sampled[row] for row in rest], logits[rest]
+
+    def _new_id(self) -> int:
+        """Of a sequence that is no request."""
+        self._last_id -= 1
+        return self._last_id
 
     def _apply_rules(self, sampled: list[_Live], logits: Float32, outputs: StepOutputs) -> tuple[list[_Live], Float32]:
         """Keep the rows of those that asked, then apply the rules, in place. One that raises ends its request: the others are left."""
@@ -324,16 +375,18 @@ class ModelEngine:
         elif sequence.generated >= request.max_tokens or len(sequence.tokens) >= self.facts.max_seq_len:
             finish = FinishReason.LENGTH
         if finish is not None:
-            self._end(request.request_id)
+            self._end(live)
         outputs.add(request.request_id, (token,), finish, stop_reason=stop_reason)
         if live.readout is not None:
             live.readout.read_token(request.request_id, token, outputs)
 
     def _fail(self, live: _Live, error: str, outputs: StepOutputs) -> None:
-        request_id = live.request.request_id
-        self._end(request_id)
-        outputs.add(request_id, (), FinishReason.ERROR, error=error)
+        self._end(live)
+        outputs.add(live.request.request_id, (), FinishReason.ERROR, error=error)
 
-    def _end(self, request_id: int) -> None:
-        self._scheduler.end(request_id)
-        del self._live[request_id]
+    def _end(self, live: _Live) -> None:
+        for sequence in (live.sequence,) if live.beams is None else live.beams.sequences:
+            self._scheduler.end(sequence.request_id)
+            self._live.pop(sequence.request_id, None)
+        # A beam search may have gone on without the sequence that it began with.
+        self._live.pop(live.request.request_id, None)
