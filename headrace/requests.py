@@ -96,8 +96,8 @@ class RequestMaker:
         skip = params.skip_special_tokens
         if not params.stop:
             return lambda: PlainText(tokenizer.detokenizer(skip_special_tokens=skip))
-        stops, include = params.stop, params.include_stop_str_in_output
-        return lambda: StoppingText(tokenizer.detokenizer(skip_special_tokens=skip), StopMatcher(stops, include))
+        stops, include, passing = params.stop, params.include_stop_str_in_output, params.min_tokens or 0
+        return lambda: StoppingText(tokenizer.detokenizer(skip_special_tokens=skip), StopMatcher(stops, include), passing)
 
 
 def is_one_prompt(inputs: Any) -> bool:

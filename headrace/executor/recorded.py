@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.config import EngineConfig, EngineFacts
-from headrace.ipc.messages import Cancel, Deltas, Ready, Submit
+from headrace.ipc.messages import Beam, Cancel, Deltas, Ready, Submit
 from headrace.ipc.recording import Dropped, End, Recording, RecordingError, Truncated
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
@@ -17,13 +17,16 @@ FINISH_CODES = frozenset({0, *FinishReason})
 
 @dataclass(slots=True)
 class RecordedDelta:
-    """What one frame brought for one request, ``seconds`` after the recording began. ``finish``: 0 while it goes on."""
+    """What one frame brought for one request, ``seconds`` after the recording began. ``finish``: 0 while it goes on. ``beams``: results of
+    a beam search; ``token_ids`` are then those of the best.
+    """
 
     seconds: float
     token_ids: Sequence[int]
     finish: int
     stop_reason: int | None
     error: str | None
+    beams: tuple[Beam, ...] = ()
 
 
 @dataclass(slots=True)
@@ -167,5 +170,8 @@ class RecordedSession:
             request = self._by_id.get(request_id)
             # One that the recorder missed is unknown; one that has ended is late.
             if request is not None and request.finish is None:
+                new = tokens[start:end]
+                if beams := message.beams.get(request_id, ()):
+                    new = list(beams[0].token_ids.as_int32())
                 stop_reason, error = message.stop_reasons.get(request_id), message.errors.get(request_id)
-                request.deltas.append(RecordedDelta(seconds, tokens[start:end], finish, stop_reason, error))
+                request.deltas.append(RecordedDelta(seconds, new, finish, stop_reason, error, beams))

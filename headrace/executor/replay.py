@@ -93,7 +93,8 @@ async def replay(session: RecordedSession, executor: GenerationExecutorProxy, *,
             if recorded.cancelled is not None and recorded.cancelled_after == 0:
                 cancel = asyncio.create_task(cancel_in_time())
             async for output in handle:
-                (completion,) = output.outputs
+                # The only one, unless it is a beam search.
+                completion = output.outputs[0]
                 outcome.token_ids, outcome.finish = completion.token_ids, completion.finish_reason
                 if cancel is None and recorded.cancelled is not None and len(completion.token_ids) >= recorded.cancelled_after:
                     cancel = asyncio.create_task(cancel_in_time())
@@ -157,5 +158,6 @@ def _request(recorded: RecordedRequest, same_lengths: bool) -> GenerationRequest
     )
     if same_lengths:
         max_tokens = max(1, recorded.num_tokens) if recorded.finish is FinishReason.STOP else recorded.max_tokens
-        params = msgspec.structs.replace(params, max_tokens=max_tokens, stop_token_ids=(), end_id=None, ignore_eos=True)
-    return GenerationRequest(recorded.prompt, params, streaming=True, priority=recorded.priority, timeout=recorded.timeout)
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, stop_token_ids=(), end_id=None, ignore_eos=True, min_tokens=None)
+    streaming = not params.use_beam_search
+    return GenerationRequest(recorded.prompt, params, streaming, priority=recorded.priority, timeout=recorded.timeout)

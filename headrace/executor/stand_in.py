@@ -152,11 +152,12 @@ class Answers:
         return Deltas(
             step=self.frames,
             request_ids=Buffer.int64(request_id for request_id, _ in entries),
-            counts=Buffer.int32(len(delta.token_ids) for _, delta in entries),
-            token_ids=Buffer.int32(token for _, delta in entries for token in delta.token_ids),
+            counts=Buffer.int32(0 if delta.beams else len(delta.token_ids) for _, delta in entries),
+            token_ids=Buffer.int32(token for _, delta in entries if not delta.beams for token in delta.token_ids),
             finish=bytes(delta.finish for _, delta in entries),
             stop_reasons={request_id: delta.stop_reason for request_id, delta in entries if delta.stop_reason is not None},
             errors={request_id: delta.error for request_id, delta in entries if delta.error is not None},
+            beams={request_id: delta.beams for request_id, delta in entries if delta.beams},
         )
 
     def _take(self, prompt: bytes | int, head: RequestHead) -> RecordedRequest | None:

@@ -149,6 +149,10 @@ def without_prompts(record: Sent | Received) -> Sent | Received:
             finish=message.finish,
             stop_reasons=dict.fromkeys(message.stop_reasons, 0),
             errors=dict.fromkeys(message.errors, LEFT_OUT),
+            beams={
+                request_id: tuple(msgspec.structs.replace(beam, token_ids=_zeros(beam.token_ids), stop_reason=None) for beam in beams)
+                for request_id, beams in message.beams.items()
+            },
         )
         return Received(record.seconds, blank)
     return record

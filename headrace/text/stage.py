@@ -30,13 +30,15 @@ class PlainText:
 class StoppingText:
     """Looks for stop strings. A token is released when all of its text is; when a stop string is found, the tokens that gave the text
     before it are kept and the rest is dropped, so that ids and text are cut at the same place. A token that holds both the end of the
-    text and the beginning of the stop string is kept.
+    text and the beginning of the stop string is kept. Nothing is looked for in the text of the first ``min_tokens`` tokens.
     """
 
     finds_stops = True
 
-    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
+        # Tokens that still pass without being looked at.
+        self._pass = min_tokens
         self._matcher = matcher
         # For each token that is held back, where in the whole text its own begins and ends, in characters.
         self._held: deque[tuple[int, int]] = deque()
@@ -50,7 +52,11 @@ class StoppingText:
             piece = self._detokenizer.feed((token,))
             self._held.append((self._made, self._made + len(piece)))
             self._made += len(piece)
-            if piece:
+            if self._pass:
+                self._pass -= 1
+                self._shown += len(piece)
+                texts.append(piece)
+            elif piece:
                 text, stop = self._matcher.feed(piece)
                 self._shown += len(text)
                 texts.append(text)

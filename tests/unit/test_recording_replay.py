@@ -11,7 +11,7 @@ from headrace.config import EngineConfig, EngineFacts
 from headrace.executor.recorded import RecordedSession
 from headrace.executor.replay import Outcome, _request
 from headrace.executor.stand_in import UNFINISHED, UNKNOWN, Answers
-from headrace.ipc.messages import Buffer, Cancel, Deltas, Ready, RequestHead, Submit
+from headrace.ipc.messages import Beam, Buffer, Cancel, Deltas, Ready, RequestHead, Submit
 from headrace.ipc.recording import LENGTH, Received, RecordingError, Sent, encode, read_recording, start_of_file
 from headrace.ipc.recording import Header as FileHeader
 from headrace.outputs import FinishReason
@@ -277,6 +277,25 @@ def test_a_request_is_submitted_as_it_was_with_the_seed_that_was_drawn(session):
     assert (list(request.prompt_token_ids), request.params) == ([1], params)
     request = _request(found.requests[0], same_lengths=True)
     assert request.params == SamplingParams(max_tokens=2, seed=70, temperature=0.5, ignore_eos=True, detokenize=False)
+
+
+@pytest.mark.parametrize("with_prompts", [True, False])
+def test_a_beam_search_brings_its_results_again(with_prompts, session):
+    """Without prompts of the same lengths."""
+    beams = (Beam(Buffer.int32([7, 8, 9]), STOP, None, -1.0, -0.5), Beam(Buffer.int32([7]), LENGTH_, None, -2.0, -2.0))
+    end = msgspec.structs.replace(deltas((0, [], STOP)), beams={0: beams})
+    search = submit((0, [1, 2], 5, 0), use_beam_search=True, n=2)
+    found = session(Sent(1.0, search), Received(2.0, end), with_prompts=with_prompts)
+    (recorded,) = found.requests
+    assert recorded.token_ids == ([7, 8, 9] if with_prompts else [0, 0, 0])
+    assert Outcome(recorded, recorded.token_ids, "stop").difference(only_lengths=False) is None
+    request = _request(recorded, same_lengths=False)
+    assert request.params.use_beam_search and request.params.n == 2 and not request.streaming
+    answers = Answers(found, math.inf)
+    answers.submit(search if with_prompts else submit((0, [0, 0], 5, 0)), 0.0)
+    frame = answers.frame(10.0)
+    assert read(frame) == [(0, [], STOP)]
+    assert [len(beam.token_ids.as_int32()) for beam in frame.beams[0]] == [3, 1] and len(answers) == 0
 
 
 def test_a_cut_off_recording_is_replayed_as_far_as_it_goes(session):

@@ -45,10 +45,11 @@ def run(stage, chunks: list[list[int]]) -> tuple[str, list[int], str | None]:
     return text + released.text, fed[: count + released.num_tokens], released.stop
 
 
-def expected(ids: list[int], wanted: list[str], include: bool) -> tuple[str, list[int], str | None]:
+def expected(ids: list[int], wanted: list[str], include: bool, min_tokens: int = 0) -> tuple[str, list[int], str | None]:
     """The same, from the whole text at once."""
     whole = b"".join(TABLE[token] for token in ids).decode("utf-8", "replace")
-    matches = [(place, -len(stop), stop) for stop in wanted if (place := whole.find(stop)) >= 0]
+    passed = len(detokenizer().feed(ids[:min_tokens]))
+    matches = [(place, -len(stop), stop) for stop in wanted if (place := whole.find(stop, passed)) >= 0]
     if not matches:
         return whole, ids, None
     place, _, stop = min(matches)
@@ -72,6 +73,14 @@ def test_plain_text_joined_is_the_whole_text_and_every_token_is_let_out(ids, dat
 def test_text_and_ids_are_cut_at_the_first_stop_string(ids, wanted, include, data):
     stage = StoppingText(detokenizer(), StopMatcher(wanted, include))
     assert run(stage, chunks_of(data, ids)) == expected(ids, wanted, include)
+
+
+@settings(database=None, deadline=None, max_examples=100)
+@given(ids=tokens, wanted=stops, include=st.booleans(), min_tokens=st.integers(1, 8), data=st.data())
+def test_nothing_stops_the_text_of_the_first_tokens(ids, wanted, include, min_tokens, data):
+    """A40: min_tokens."""
+    stage = StoppingText(detokenizer(), StopMatcher(wanted, include), min_tokens)
+    assert run(stage, chunks_of(data, ids)) == expected(ids, wanted, include, min_tokens)
 
 
 @settings(database=None, deadline=None, max_examples=60)
