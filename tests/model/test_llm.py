@@ -124,6 +124,66 @@ def test_stop_token_id(llm: LLM) -> None:
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
 
 
+def test_logprobs_with_and_without_streaming(llm: LLM) -> None:
+    """A41: those of the reference, for any number of ranks."""
+    result = RESULTS[0]
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=0)
+    output = llm.generate(result["prompt_text"], params)
+    whole = output.outputs[0]
+    assert whole.token_ids == result["output_ids_ignore_eos"][:8]
+    assert whole.logprobs is not None and output.prompt_logprobs is not None
+    chosen = [entry[token].logprob for entry, token in zip(whole.logprobs, whole.token_ids, strict=True)]
+    assert chosen == pytest.approx(result["logprobs_ignore_eos"][:8], abs=1e-3)
+    assert whole.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-5)
+    assert all(entry[token].rank == 1 and len(entry) == 2 for entry, token in zip(whole.logprobs, whole.token_ids, strict=True))
+    assert output.prompt_logprobs[0] is None
+    prompt = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    assert all(entry is not None and list(entry) == [token] and entry[token].logprob <= 0 for entry, token in prompt)
+    pieces = list(llm.generate_async(result["prompt_text"], params, streaming=True))
+    streamed = [entry for piece in pieces for entry in piece.outputs[0].logprobs_diff or []]
+    assert [list(entry) for entry in streamed] == [list(entry) for entry in whole.logprobs]
+    assert [entry[token].logprob for entry, token in zip(streamed, whole.token_ids, strict=True)] == pytest.approx(chosen, abs=1e-4)
+
+
+@WITH_TWO_RANKS
+def test_logprobs_are_cut_where_the_text_is(llm: LLM) -> None:
+    """A40: text, ids and logprobs end at the same place; before min_tokens no stop string is looked for."""
+    prompt, text = RESULTS[0]["prompt_text"], RESULTS[0]["text_stop_at_eos"]
+    stopped = llm.generate(prompt, SamplingParams(max_tokens=12, stop="France is", logprobs=0)).outputs[0]
+    assert stopped.text == text[: text.index("France is")] and stopped.logprobs is not None
+    assert [list(entry) for entry in stopped.logprobs] == [[token] for token in stopped.token_ids]
+    later = llm.generate(prompt, SamplingParams(max_tokens=12, stop="France is", min_tokens=7)).outputs[0]
+    assert later.text == text
+
+
+@WITH_TWO_RANKS
+def test_what_may_not_be_said_is_not_said(llm: LLM) -> None:
+    """Bad words through the tokenizer, and the user's own callable, which comes from this file and not from a module."""
+    prompt = RESULTS[0]["prompt_text"]
+    calls = 3
+
+    def no_the(request_id: int, logits: Any, token_ids: list[int]) -> None:
+        assert len(token_ids) >= calls
+        logits[RESULTS[0]["output_ids_ignore_eos"][0]] = -float("inf")
+
+    free, bad, own = llm.generate(
+        [prompt] * 3,
+        [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, bad="Paris"), SamplingParams(max_tokens=12, logits_processor=no_the)],
+        use_tqdm=False,
+    )
+    assert free.outputs[0].text == RESULTS[0]["text_stop_at_eos"]
+    assert "Paris" not in bad.outputs[0].text and bad.outputs[0].text.startswith("The capital of France is")
+    assert not own.outputs[0].text.startswith("The")
+
+
+@WITH_TWO_RANKS
+def test_beams_are_choices_in_the_order_of_their_scores(llm: LLM) -> None:
+    output = llm.generate(RESULTS[0]["prompt_text"], SamplingParams(max_tokens=10, use_beam_search=True, n=2, best_of=3))
+    first, second = output.outputs
+    assert first.text == RESULTS[0]["text_stop_at_eos"] and first.finish_reason == "stop"
+    assert second.text != first.text and (second.cumulative_logprob or 0) < (first.cumulative_logprob or 0) < 0
+
+
 @WITH_TWO_RANKS
 def test_seeded_text_does_not_depend_on_neighbours(llm: LLM) -> None:
     """A43"""
