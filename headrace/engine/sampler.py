@@ -92,9 +92,7 @@ def _draw(logits: Float32, maximum: np.float32, row: RowSampling, number: float)
     if row.top_p < 1.0:
         mass = float(weights.sum(dtype=np.float64))
         if ids is None:
-            # All tokens lighter than (1 - p) * mass / V weigh less than 1 - p together, so the nucleus needs none of them: what is
-            # left to sort is small unless the distribution is flat.
-            ids = np.flatnonzero(weights >= (1.0 - row.top_p) * mass / len(weights))
+            ids = _nucleus(weights, row.top_p, mass)
             ids = ids[np.argsort(-logits[ids], kind="stable")]
             weights = weights[ids]
         size = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), row.top_p * mass)) + 1
@@ -105,6 +103,18 @@ def _draw(logits: Float32, maximum: np.float32, row: RowSampling, number: float)
         ids, weights = kept if ids is None else ids[kept], weights[kept]
     chosen = _inverse_cdf(weights, number)
     return chosen if ids is None else int(ids[chosen])
+
+
+def _nucleus(weights: Float32, top_p: float, mass: float) -> npt.NDArray[np.int64]:
+    """Ids among which are all of the nucleus, few of them as a rule, so that there is little to sort."""
+    # All tokens lighter than (1 - p) * mass / V weigh less than 1 - p together, so the nucleus needs none of them. Most often it needs
+    # only much heavier ones: those that weigh p together.
+    least = (1.0 - top_p) * mass / len(weights)
+    for factor in (1024.0, 32.0):
+        ids = np.flatnonzero(weights >= factor * least)
+        if weights[ids].sum(dtype=np.float64) >= top_p * mass:
+            return ids
+    return np.flatnonzero(weights >= least)
 
 
 def _inverse_cdf(weights: Float32, number: float) -> int:

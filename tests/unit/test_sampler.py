@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.sampler import NO_TOKEN, RowSampling, philox4x32, sample, uniform
+from headrace.engine.sampler import NO_TOKEN, RowSampling, _inverse_cdf, _nucleus, philox4x32, sample, uniform
 from headrace.params import SamplingParams
 
 VOCAB = 1000
@@ -28,7 +28,7 @@ def draws(logits: Any, sampling: RowSampling, count: int) -> list[int]:
     return sample(np.repeat(logits, count, axis=0), [sampling] * count, range(count))
 
 
-def reference(logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Any:
+def reference(logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
     """The filtered distribution, worked out slowly in float64, [V]."""
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
@@ -38,6 +38,7 @@ def reference(logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: f
     probabilities /= probabilities.sum()
     before = np.cumsum(probabilities) - probabilities
     probabilities[before >= top_p] = 0
+    probabilities[probabilities < min_p * probabilities[0]] = 0
     result = np.zeros(len(logits))
     result[order] = probabilities / probabilities.sum()
     return result
@@ -110,6 +111,9 @@ def test_no_rows_no_tokens() -> None:
         {"temperature": 1.5, "top_k": 8, "top_p": 0.9},
         {"top_k": 3},
         {"top_p": 0.5},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 1.5, "top_k": 8, "min_p": 0.1},
+        {"temperature": 1.5, "top_k": 9, "top_p": 0.95, "min_p": 0.05},
     ],
 )
 def test_tokens_have_the_distribution_that_was_asked_for(params: dict[str, Any]) -> None:
@@ -129,6 +133,38 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert set(draws(logits, row(vocab=4, top_p=0.41), 300)) == {1, 3}
     assert set(draws(logits, row(vocab=4, top_p=0.69), 300)) == {1, 3}
     assert set(draws(logits, row(vocab=4, top_p=0.95), 300)) == {0, 1, 2, 3}
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_best() -> None:
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32))
+    assert set(draws(logits, row(vocab=4, temperature=1.0, min_p=0.6), 300)) == {1, 3}
+    assert set(draws(logits, row(vocab=4, temperature=1.0, min_p=1.0), 50)) == {1}
+    assert set(draws(logits, row(vocab=4, temperature=3.0, min_p=0.6), 300)) == {0, 1, 2, 3}, "after the temperature"
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 3000), zeros=st.floats(0, 1), number=st.floats(0, 1, exclude_max=True))
+def test_a_place_is_found_in_rows_of_any_length(seed: int, size: int, zeros: float, number: float) -> None:
+    random = np.random.default_rng(seed)
+    weights = np.exp(random.standard_normal(size) * 5).astype(np.float32)
+    weights[random.random(size) < zeros] = 0
+    weights[random.integers(size)] = 1
+    place = _inverse_cdf(weights, number)
+    total = weights.sum(dtype=np.float64)
+    assert weights[place] > 0
+    assert weights[:place].sum(dtype=np.float64) <= (number + 1e-6) * total
+    assert weights[: place + 1].sum(dtype=np.float64) >= (number - 1e-6) * total
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 0.5, 3.0, 30.0]), top_p=st.sampled_from([0.01, 0.5, 0.9, 0.999]))
+def test_the_nucleus_is_found_whatever_the_distribution(seed: int, spread: float, top_p: float) -> None:
+    logits = logits_of(seed, vocab=5000, spread=spread)
+    expected = np.flatnonzero(reference(logits[0], top_p=top_p))
+    weights = np.exp(logits[0] - logits[0].max())
+    found = _nucleus(weights, top_p, float(weights.sum(dtype=np.float64)))
+    # Where the sum is p to the last digit, one token more or less is right.
+    assert len(set(expected) - set(found)) <= (1 if spread == 0 else 0)
 
 
 def test_top_p_counts_within_what_top_k_has_left() -> None:
