@@ -66,6 +66,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             empty in proportion to how much ``max_tokens`` exceeds what is generated; ``max_tokens=None`` counts as the whole context.
         event_buffer_max_size: events of the KV cache that are kept for readers; 0: none.
         iter_stats_max_iterations: steps whose statistics are kept for readers; 0: none.
+        max_loras: most LoRA adapters that are loaded, and so that requests of one step use; a request for another one waits until a place
+            is free. 0: none are run.
+        max_lora_rank: highest rank of an adapter.
         echo: settings of the echo engine.
     """
 
@@ -84,6 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     capacity_scheduler_policy: CapacityPolicy = "MAX_UTILIZATION"
     event_buffer_max_size: int = 4096
     iter_stats_max_iterations: int = 1000
+    max_loras: int = 4
+    max_lora_rank: int = 64
     echo: EchoConfig = EchoConfig()
 
 

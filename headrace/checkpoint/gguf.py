@@ -93,7 +93,7 @@ class GGUFFile(TensorFile):
 class _Reader:
     """One pass over the head of a file. ``_pos`` never passes ``_size``."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self._path = path
         self._data = data
         self._size = len(data)

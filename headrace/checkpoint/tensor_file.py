@@ -36,6 +36,9 @@ class TensorInfo(NamedTuple):
 class TensorFile(ABC):
     """Raises ModelError, with the path, for a file that cannot be opened or is not sound.
 
+    ``mapped``: whether it is mapped or read into memory, which is for small files that somebody may write anew at any moment: to read what
+    has been cut off a mapped file ends the process.
+
     Attributes:
         path: the file.
         tensors: name in the file -> where it lies.
@@ -43,17 +46,18 @@ class TensorFile(ABC):
 
     tensors: Mapping[str, TensorInfo]
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, mapped: bool = True) -> None:
         self.path = Path(path)
+        self._data: mmap.mmap | bytes
         try:
             with self.path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if mapped else file.read()
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise ModelError(f"cannot open {self.path}: {error}") from error
         try:
             self._parse()
         except BaseException:
-            self._data.close()
+            self.close()
             raise
 
     @abstractmethod
@@ -96,7 +100,8 @@ class TensorFile(ABC):
 
     def close(self) -> None:
         """Unmap the file. May be called again."""
-        self._data.close()
+        if isinstance(self._data, mmap.mmap):
+            self._data.close()
 
 
 def _resolve(span: Span | None, size: int, axis: str) -> Span:

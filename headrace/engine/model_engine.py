@@ -12,6 +12,7 @@ from typing import Protocol
 
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
+from headrace.engine.adapter_slots import AdapterSlots
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.beams import Beams
 from headrace.engine.iterations import IterationLog
@@ -46,6 +47,9 @@ class ModelRunner(Protocol):
 
     def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
         """Logits, float32 [rows that sample, vocabulary], on rank 0."""
+
+    def take_failed_adapters(self) -> dict[int, str]:
+        """Of the last plan's loads those that failed on any rank: slot -> why."""
 
     def close(self) -> None:
         """Give memory back."""
@@ -127,10 +131,12 @@ class ModelEngine:
             max_seq_len=max_seq_len,
             max_logit_rows=max(1, WANTED_LOGITS_BYTES // (4 * model.vocab_size)),
             evict=config.capacity_scheduler_policy == "MAX_UTILIZATION",
+            max_adapters=config.max_loras,
         )
         self._iteration_log = IterationLog(self.iterations, self._scheduler)
         # Set by another thread; the next step finds it before it looks for any KV blocks.
         self._reset_prefix_cache = False
+        self._adapters = AdapterSlots(model, config.max_loras, config.max_lora_rank)
         self._live: dict[int, _Live] = {}
         self._ended_early = StepOutputs()  # records of requests that ended between steps
         self._last_id = 0
@@ -170,7 +176,7 @@ class ModelEngine:
                 width=params.width if params.use_beam_search else 1,
                 wanted=range(0) if readout is None else readout.wanted,
                 salt=request.cache_salt,
-                adapter=request.lora,
+                adapter=self._adapters.check(request),
             )
         except RequestError as error:
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
@@ -203,10 +209,15 @@ class ModelEngine:
         began = time.perf_counter()
         chunks = self._scheduler.schedule()
         if chunks:
-            arrays = StepPlan.of(chunks, self._cache).arrays()
+            plan = StepPlan.of(chunks, self._cache)
+            if any(chunk.sequence.adapter is not None for chunk in chunks):
+                plan = self._with_adapters(plan, chunks)
+            arrays = plan.arrays()
             if self._broadcast is not None:
                 self._broadcast(arrays)
             logits = self._runner.execute(arrays)
+            if len(plan.loads) and (failed := self._runner.take_failed_adapters()):
+                chunks, logits = self._drop_failed(failed, chunks, logits, outputs)
             self._update(chunks, logits, outputs)
             self._iteration_log.record(chunks, began)
         if self._event_log is not None:
@@ -239,6 +250,34 @@ class ModelEngine:
     def close(self) -> None:
         """Drop this rank's weights and cache."""
         self._runner.close()
+
+    def _with_adapters(self, plan: StepPlan, chunks: Sequence[Chunk]) -> StepPlan:
+        wanted = []
+        for chunk in chunks:
+            name, path = chunk.sequence.adapter, self._live[chunk.sequence.request_id].request.lora
+            wanted.append(None if name is None or path is None else (name, path))
+        return plan.with_adapters(*self._adapters.place(wanted, self._scheduler.running_adapters()))
+
+    def _drop_failed(
+        self, failed: dict[int, str], chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs
+    ) -> tuple[list[Chunk], Float32 | None]:
+        """End all requests of adapters that could not be loaded; the other chunks, and their rows of the logits."""
+        reasons = {self._adapters.forget(slot): why for slot, why in failed.items()}
+        kept: list[Chunk] = []
+        rows: list[int] = []
+        row = 0
+        for chunk in chunks:
+            count = len(chunk.wanted) + chunk.own_row
+            if chunk.sequence.adapter not in reasons:
+                kept.append(chunk)
+                rows += range(row, row + count)
+            row += count
+        for live in list(self._live.values()):
+            if live.sequence.adapter in reasons:
+                self._fail(live, reasons[live.sequence.adapter], outputs)
+        # Their rows were computed without the adapter, and what that left in the cache has the adapter's name.
+        self._scheduler.forget_prefixes()
+        return kept, None if logits is None else logits[rows]
 
     def _update(self, chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs) -> None:
         self._steps += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +28,8 @@ class StepPlan:
         samples: [R] indices into ``tokens`` whose logits are wanted, ascending: of each chunk ``wanted``, and the last if it samples.
         copies: [3 C] for each copy the block that is read, the block that is written, which may be the same, and how many of its first
             tokens are copied; the rest of the written block is cleared.
+        adapters: [S] slot of each sequence's LoRA adapter, -1 for none; empty if no sequence has one.
+        loads: LoRA adapters to put into slots first; see ``encode_loads``.
     """
 
     tokens: Int32
@@ -35,6 +38,8 @@ class StepPlan:
     tables: Int32
     samples: Int32
     copies: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    adapters: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    loads: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], cache: KVCache) -> StepPlan:
@@ -64,7 +69,11 @@ class StepPlan:
 
     def arrays(self) -> tuple[Int32, ...]:
         """The arrays to broadcast."""
-        return self.tokens, self.starts, self.lengths, self.tables, self.samples, self.copies
+        return self.tokens, self.starts, self.lengths, self.tables, self.samples, self.copies, self.adapters, self.loads
+
+    def with_adapters(self, slots: Sequence[int], loads: Sequence[tuple[int, str]]) -> StepPlan:
+        """The same with LoRA adapters: the slot of each sequence, and (slot, path) of what is to be loaded."""
+        return replace(self, adapters=np.array(slots, dtype=np.int32), loads=encode_loads(loads))
 
 
 def _rows(chunks: Sequence[Chunk], ends: Int32) -> Int32:
@@ -77,3 +86,23 @@ def _rows(chunks: Sequence[Chunk], ends: Int32) -> Int32:
         if chunk.own_row:
             rows.append(end - 1)
     return np.array(rows, dtype=np.int32)
+
+
+def encode_loads(loads: Sequence[tuple[int, str]]) -> Int32:
+    """(slot, path) of each as int32: slot, bytes of the path, and these bytes, which zeros fill up to a whole number."""
+    data = bytearray()
+    for slot, path in loads:
+        name = os.fsencode(path)
+        data += np.array([slot, len(name)], dtype=np.int32).tobytes() + name + bytes(-len(name) % 4)
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def decode_loads(loads: Int32) -> Iterator[tuple[int, str]]:
+    """What ``encode_loads`` was given."""
+    place = 0
+    while place < len(loads):
+        slot, size = loads[place : place + 2].tolist()
+        place += 2
+        end = place - (-size // 4)
+        yield slot, os.fsdecode(loads[place:end].tobytes()[:size])
+        place = end

@@ -99,6 +99,7 @@ class Sequence:
             there are any it looks for no blocks, and computes all of its tokens.
         branches: None for a request that has no others.
         reused: so many of its tokens were found in the cache when it began to run.
+        adapter: name of its LoRA adapter; None: none.
     """
 
     request_id: int
@@ -112,6 +113,7 @@ class Sequence:
     wanted: range = range(0)
     branches: Branches | None = None
     reused: int = 0
+    adapter: str | None = None
 
     @property
     def remaining(self) -> int:
@@ -156,7 +158,8 @@ class Chunk(NamedTuple):
 class Scheduler:
     """Owns the KV block accounting and every live sequence. Each step: ``schedule``, run it, then ``append`` or ``end`` what sampled.
 
-    ``evict``: whether requests are admitted that may have to be preempted.
+    ``evict``: whether requests are admitted that may have to be preempted. ``max_adapters``: running requests have at most so many
+    different LoRA adapters; the first that waits for a place among them holds up those behind it, as it does for every other want.
     """
 
     def __init__(
@@ -168,6 +171,7 @@ class Scheduler:
         max_seq_len: int,
         max_logit_rows: int = 256,
         evict: bool = True,
+        max_adapters: int = 1,
     ) -> None:
         if max_batch_size < 1 or max_num_tokens < 1 or max_logit_rows < 1:
             raise ValueError(f"a step of {max_batch_size} requests, {max_num_tokens} tokens and {max_logit_rows} wanted rows does nothing")
@@ -179,6 +183,7 @@ class Scheduler:
         self.max_seq_len = max_seq_len
         self.max_logit_rows = max_logit_rows
         self.evict = evict
+        self.max_adapters = max_adapters
         #: live sequences by state; plain numbers, which another thread may read while this one schedules
         self.counts = dict.fromkeys(State, 0)
         #: counters: requests that began to run, those begun again after a preemption among them, that were preempted, and that ended
@@ -229,7 +234,14 @@ class Scheduler:
             self._check_width(width, limit)
         rank = Rank(-priority, next(self._arrivals))
         sequence = Sequence(
-            request_id, prompt, len(prompt), rank, limit=limit, chain=self.cache.chain(prompt, salt, adapter), wanted=wanted
+            request_id,
+            prompt,
+            len(prompt),
+            rank,
+            limit=limit,
+            chain=self.cache.chain(prompt, salt, adapter),
+            wanted=wanted,
+            adapter=adapter,
         )
         if width > 1:
             sequence.branches = Branches(width, [sequence])
@@ -273,6 +285,7 @@ class Scheduler:
             chain,
             sequence.wanted,
             branches,
+            adapter=sequence.adapter,
         )
         branches.made += 1
         branches.members.append(child)
@@ -324,6 +337,10 @@ class Scheduler:
         sequence.reused = 0
         self._preempt(sequence)
         return True
+
+    def running_adapters(self) -> set[str]:
+        """Names of the LoRA adapters of all running requests."""
+        return {sequence.adapter for sequence in self._running if sequence.adapter is not None}
 
     def forget_prefixes(self) -> None:
         """No request finds KV of an earlier one from now on, whatever the two have in common."""
@@ -451,6 +468,10 @@ class Scheduler:
         places = 1 if branches is None else branches.width
         if self._places + places > self.max_batch_size:
             return False
+        if sequence.adapter is not None:
+            others = self.running_adapters()
+            if sequence.adapter not in others and len(others) >= self.max_adapters:
+                return False
         members = (sequence,) if branches is None else tuple(branches.members)
         matches = [self._match(member) for member in members]
         needed = sum(self.cache.blocks_for(len(member.tokens)) for member in members) - sum(len(match.blocks) for match in matches)
@@ -517,6 +538,8 @@ class Scheduler:
             # Not one that was preempted for what it had computed: who is behind it runs on.
             if passed and not (sequence.state is State.PREEMPTED and self.cache.reuses and sequence.chain is None):
                 raise AssertionError(f"{sequence!r} was passed over by a younger one of its priority")
+        if len(self.running_adapters()) > self.max_adapters:
+            raise AssertionError(f"requests run with {len(self.running_adapters())} adapters, {self.max_adapters} are allowed")
         states = [sequence.state for sequence in (*running, *waiting)]
         if self.counts != {state: states.count(state) for state in State}:
             raise AssertionError(f"{self.counts} is not how many are in each state")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, LoraRequest, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
@@ -45,18 +49,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_greedy_text_equals_that_of_transformers(folder: Path) -> None:
+def adapted(model: Any, path: Path) -> None:
+    """Write a LoRA adapter of all attention projections, and put it into the model."""
+    tensors, generator = {}, torch.Generator().manual_seed(3)
+    for index, layer in enumerate(model.model.layers):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            down, up = torch.randn(4, weight.shape[1], generator=generator), torch.randn(weight.shape[0], 4, generator=generator) / 4
+            weight.data += 2 * up @ down
+            prefix = f"base_model.model.model.layers.{index}.self_attn.{name}"
+            tensors |= {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    safetensors.torch.save_file(tensors, path / "adapter_model.safetensors")
+
+
+def test_greedy_text_equals_that_of_transformers(folder: Path, tmp_path: Path) -> None:
+    """Also with a LoRA adapter, in the same batch."""
     assert len(list(folder.glob("model-*.safetensors"))) > 1, "the checkpoint has several shards"
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    merged = copy.deepcopy(model)
+    adapted(merged, tmp_path / "adapter")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    lora = LoraRequest("mine", tmp_path / "adapter")
     with LLM(folder, tensor_parallel_size=2, kv_cache_tokens=1024) as llm:
         assert llm.facts.max_seq_len == 256
-        outputs = llm.generate(TEXTS, SamplingParams(max_tokens=24, ignore_eos=True), use_tqdm=False)
-        for text, output in zip(TEXTS, outputs, strict=True):
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        outputs = llm.generate(TEXTS * 2, params, use_tqdm=False, lora_request=[None] * len(TEXTS) + [lora] * len(TEXTS))
+        assert [output.outputs[0].token_ids for output in outputs[:3]] != [output.outputs[0].token_ids for output in outputs[3:]]
+        for text, output, reference in zip(TEXTS * 2, outputs, [model] * 3 + [merged] * 3, strict=True):
             ids = tokenizer(text, return_tensors="pt")["input_ids"]
             assert output.prompt_token_ids == ids[0].tolist()
             with torch.inference_mode():
-                expected = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+                expected = reference.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
             # min_new_tokens keeps transformers from ending early by forbidding the end of sequence, so equality holds up to that token.
             tokens = output.outputs[0].token_ids
             end = tokens.index(1) if 1 in tokens else 24

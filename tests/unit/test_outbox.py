@@ -94,7 +94,7 @@ def test_neighbours_of_one_kind_share_a_frame_and_the_order_is_kept(rig):
 
 def test_adapters_and_processors_cross_once_in_a_frame(rig, tmp_path):
     """A44: salts go with each request."""
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     adapters = [LoraRequest(name, tmp_path) for name in ("a", "b", "a")]
     processors = b"pickled"
     for request_id, (lora, salt) in enumerate([(None, None), (adapters[0], "x"), (adapters[1], None), (adapters[2], "y")]):

@@ -227,7 +227,7 @@ def test_an_adapter_is_a_folder_with_its_configuration(tmp_path, monkeypatch):
         with pytest.raises(RequestError, match="no LoRA adapter"):
             LoraRequest("a", path)
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     monkeypatch.chdir(tmp_path)
     adapter = LoraRequest("a", "adapter")
     assert adapter == LoraRequest("a", tmp_path / "adapter") and adapter.path == str(tmp_path / "adapter")

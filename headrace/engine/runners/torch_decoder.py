@@ -7,6 +7,7 @@ Shapes: T tokens of the step.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from headrace.engine.models.rope import frequencies
 from headrace.engine.models.shard import Shard
 from headrace.engine.runners.torch_attention import AttentionKind, StepIndex
 from headrace.engine.runners.torch_layers import Linear, interleave_rotary, linear, rms_norm, rotary_table, rotate, zeros
+from headrace.engine.runners.torch_lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Layer:
         local: whether it rotates by the table of layers with a window.
     """
 
+    index: int
     attention_norm: Tensor
     qkv: Linear
     head_norms: Tensor | None
@@ -56,6 +59,7 @@ class TorchDecoder:
     Attributes:
         windows: those of its layers' attention, for ``StepIndex.of``.
         layers: in their order.
+        shard: what it has of each.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class TorchDecoder:
         self._family = family = family_of(model)
         self._collectives = collectives
         self._dtype = dtype
-        self._shard = shard = Shard.of(model, collectives.rank, collectives.size)
+        self.shard = shard = Shard.of(model, collectives.rank, collectives.size)
         self._vocabulary_widths = [
             stop - start for start, stop in (Shard.of(model, rank, collectives.size).vocabulary for rank in range(collectives.size))
         ]
@@ -119,6 +123,7 @@ class TorchDecoder:
         attention_norm, mlp_norm = read_norm(family.attention_norm), read_norm(family.mlp_norm)
         assert attention_norm is not None and mlp_norm is not None
         return Layer(
+            index=index,
             attention_norm=attention_norm,
             qkv=linear(
                 read_heads(query, key, value), self._dtype, read_heads(query.bias, key.bias, value.bias) if model.qkv_bias else None
@@ -143,7 +148,7 @@ class TorchDecoder:
         """Weights [head_dim] of query and key heads to one row for each head, in the order of interleaved RoPE."""
         if query is None or key is None:
             return None
-        model, shard = self._model, self._shard
+        model, shard = self._model, self.shard
         rows = [*[query.numpy()] * shard.num_query_heads, *[key.numpy()] * shard.num_kv_heads]
         return torch.from_numpy(interleave_rotary(np.concatenate(rows), model.head_dim, model.num_rotated).reshape(len(rows), -1))
 
@@ -154,13 +159,13 @@ class TorchDecoder:
             self._cache[:, target, :count] = self._cache[:, source, :count]
             self._cache[:, target, count:] = 0
 
-    def forward(self, index: StepIndex) -> Tensor:
+    def forward(self, index: StepIndex, adapters: Sequence[AdapterRows] = ()) -> Tensor:
         """The residual stream behind the last layer, [T, hidden]."""
         x = self._embed(index.tokens)
         rotations = {local: table[index.positions] for local, table in self._rotations.items()}
         for layer in self.layers:
-            x += self._attention(layer, x, rotations[layer.local], index)
-            x += self._mlp(layer, x)
+            x += self._attention(layer, x, rotations[layer.local], index, adapters)
+            x += self._mlp(layer, x, adapters)
         return x
 
     def logits(self, x: Tensor) -> Float32 | None:
@@ -181,17 +186,21 @@ class TorchDecoder:
         if self._collectives.size == 1:
             x = F.embedding(tokens, self._embedding).float()
         else:
-            start, stop = self._shard.vocabulary
+            start, stop = self.shard.vocabulary
             x = F.embedding((tokens - start).clamp_(0, stop - start - 1), self._embedding).float()
             x[(tokens < start) | (tokens >= stop)] = 0
             self._sum(x)
         return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 
-    def _attention(self, layer: Layer, x: Tensor, rotations: Tensor, index: StepIndex) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, rotations: Tensor, index: StepIndex, adapters: Sequence[AdapterRows]) -> Tensor:
         """[T, hidden] -> [T, hidden], summed over ranks."""
-        shard, head_dim = self._shard, self._model.head_dim
+        shard, head_dim = self.shard, self._model.head_dim
         groups, rows = shard.num_kv_heads, len(x)
-        heads = layer.qkv(self._norm(x, layer.attention_norm)).view(rows, -1, head_dim)
+        x = self._norm(x, layer.attention_norm)
+        heads = layer.qkv(x)
+        for adapted, adapter in adapters:
+            adapter.add(layer.index, "qkv", adapted, x, heads)
+        heads = heads.view(rows, -1, head_dim)
         if layer.head_norms is not None:
             heads[:, :-groups] = self._norm(heads[:, :-groups], layer.head_norms)
         rotate(heads[:, :-groups], rotations)
@@ -209,23 +218,34 @@ class TorchDecoder:
         attended = torch.empty(queries.shape)
         for group in index.groups:
             group.attend(layer.kind, queries, fresh, layer.cache, attended)
-        out = self._sum(layer.output(attended.flatten(1, 2)[:, slots].reshape(rows, -1)))
+        attended = attended.flatten(1, 2)[:, slots].reshape(rows, -1)
+        out = layer.output(attended)
+        for adapted, adapter in adapters:
+            adapter.add(layer.index, "output", adapted, attended, out)
+        self._sum(out)
         return out if layer.post_attention_norm is None else self._norm(out, layer.post_attention_norm)
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor, adapters: Sequence[AdapterRows]) -> Tensor:
         """[T, hidden] -> [T, hidden], summed over ranks."""
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-        out = self._sum(layer.down(self._activation(gate).mul_(up)))
+        x = self._norm(x, layer.mlp_norm)
+        gate_up = layer.gate_up(x)
+        for adapted, adapter in adapters:
+            adapter.add(layer.index, "gate_up", adapted, x, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated = self._activation(gate).mul_(up)
+        out = layer.down(gated)
+        for adapted, adapter in adapters:
+            adapter.add(layer.index, "down", adapted, gated, out)
+        self._sum(out)
         return out if layer.post_mlp_norm is None else self._norm(out, layer.post_mlp_norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._model.rms_norm_eps)
 
-    def _sum(self, partial: Tensor) -> Tensor:
+    def _sum(self, partial: Tensor) -> None:
         """In place, through a view: no copy."""
         if self._collectives.size > 1:
             self._collectives.all_reduce(partial.numpy())
-        return partial
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Import this module late: importing it imports torch.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
@@ -15,9 +16,14 @@ from headrace.checkpoint import Checkpoint, ModelConfig
 from headrace.config import EngineConfig
 from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
 from headrace.engine.kv_cache import cache_limits
-from headrace.engine.plan import StepPlan
+from headrace.engine.models.adapters import AdapterFile
+from headrace.engine.plan import StepPlan, decode_loads
 from headrace.engine.runners.torch_attention import StepIndex
 from headrace.engine.runners.torch_decoder import TorchDecoder
+from headrace.engine.runners.torch_lora import TorchAdapter, adapter_rows
+from headrace.errors import HeadraceError
+
+log = logging.getLogger("headrace.engine")
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,6 +49,11 @@ class TorchRunner:
         self.versions = {"torch": str(torch.__version__)}
         self._collectives = collectives
         self._tokens_per_block = config.tokens_per_block
+        self._dtype = dtype
+        self._max_lora_rank = config.max_lora_rank
+        # By slot.
+        self._adapters: dict[int, TorchAdapter] = {}
+        self._failed_adapters: dict[int, str] = {}
         self._decoder = TorchDecoder(
             checkpoint,
             collectives,
@@ -57,14 +68,47 @@ class TorchRunner:
         """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
         plan = StepPlan.from_arrays(arrays)
         with torch.inference_mode():
+            if len(plan.loads):
+                self._load_adapters(plan.loads)
             self._decoder.copy_blocks(plan.copies)
             index = StepIndex.of(plan, self._tokens_per_block, self._decoder.windows)
-            x = self._decoder.forward(index)
+            adapters = tuple(adapter_rows(plan.adapters, plan.lengths, self._adapters)) if len(plan.adapters) else ()
+            x = self._decoder.forward(index, adapters)
             return self._decoder.logits(x[index.samples]) if len(plan.samples) else self._no_logits()
+
+    def take_failed_adapters(self) -> dict[int, str]:
+        """Of the last plan's loads those that failed on any rank: slot -> why. Their slots are empty, and their rows were run without."""
+        failed, self._failed_adapters = self._failed_adapters, {}
+        return failed
 
     def close(self) -> None:
         """Drop weights and cache. May be called again."""
         self._decoder.close()
+        self._adapters.clear()
+
+    def _load_adapters(self, encoded: Int32) -> None:
+        """Every rank loads its share, or none keeps any: whether it worked is summed over ranks, so that all go on alike."""
+        loads = list(decode_loads(encoded))
+        rank, size = self._collectives.rank, self._collectives.size
+        failures = np.zeros((len(loads), size), np.float32)
+        reasons: dict[int, str] = {}
+        for place, (slot, path) in enumerate(loads):
+            self._adapters.pop(slot, None)
+            try:
+                with AdapterFile(path, self.model_config, self._max_lora_rank) as file:
+                    self._adapters[slot] = TorchAdapter(file, self.model_config, self._decoder.shard, self._dtype)
+            except (HeadraceError, OSError, ValueError) as error:
+                log.error("rank %d could not load the LoRA adapter %s", rank, path, exc_info=error)
+                failures[place, rank] = 1
+                reasons[place] = str(error)
+        if size > 1:
+            self._collectives.all_reduce(failures)
+        for place in np.flatnonzero(failures.any(axis=1)).tolist():
+            slot, path = loads[place]
+            self._adapters.pop(slot, None)
+            ranks = ", ".join(map(str, np.flatnonzero(failures[place]).tolist()))
+            why = reasons.get(place, "see the log of that rank")
+            self._failed_adapters[slot] = f"the LoRA adapter {path} could not be loaded on rank {ranks}: {why}"
 
     def _no_logits(self) -> Float32 | None:
         return np.empty((0, self.model_config.vocab_size), dtype=np.float32) if self._collectives.rank == 0 else None
