@@ -148,8 +148,12 @@ class GenerationResult:
         """A waiter on the list, or None when there is nothing to wait for."""
         readers = self._readers
         with self._lock:
-            if readers.over or (not for_end and any(choice.arrived for choice in self._choices)):
+            if not readers.open or readers.error is not None:
                 return None
+            if not for_end:
+                for choice in self._choices:
+                    if choice.arrived:
+                        return None
             waiter = Waiter(loop)
             if loop is not None:
                 if self._followers is None:
@@ -260,11 +264,17 @@ class GenerationResult:
         with self._reading:
             if self._final_given:
                 return None
+            live = new = False
+            error: HeadraceError | None = None
             if self._final is None:
-                self._take()
-            error = self._readers.error if any(choice.failed for choice in self._choices) else None
-            if self._final is None and (error is not None or not all(choice.ended for choice in self._choices)):
-                if any(choice.new for choice in self._choices):
+                for choice in self._choices:
+                    choice.take()
+                    new = new or choice.new
+                    live = live or not choice.ended
+                    if choice.ended and choice.mailbox.error is not None:
+                        error = self._readers.error
+            if live or error is not None:
+                if new:
                     return self._snapshot(final=False)
                 if error is None:
                     return None
