@@ -6,22 +6,25 @@ until its terminal record from the world, until it is ended while no world has i
     event          HELD           SENT                    CANCELLING              STOPPING            (absent)
     register       illegal        illegal                 illegal                 illegal             -> SENT, or HELD
     delta          count late     deliver                 deliver                 drop                count late or unknown
-    delta + finish count late     deliver, end as finish  deliver, end as finish  drop, end FINISHED  count late or unknown
+    delta + finish count late     deliver, end as finish  deliver, end as finish  drop, end as found  count late or unknown
     cancel         end ABORTED    -> CANCELLING, send     nothing                 nothing             nothing
     stop found     illegal        -> STOPPING, send       -> STOPPING             illegal             illegal
     send failed    nothing        end FAILED              end FAILED              illegal             nothing
-    suspended      HELD           HELD, or end DEAD       end ABORTED             end FINISHED        -
+    failed here    illegal        -> STOPPING, send       -> STOPPING             illegal             counted as FAILED
+    suspended      HELD           HELD, or end DEAD       end ABORTED             end as found        -
     resumed        -> SENT        illegal                 illegal                 illegal             -
     expired        end TIMED_OUT  illegal                 illegal                 illegal             illegal
-    died           end DEAD       end DEAD                end DEAD                end FINISHED        -
+    died           end DEAD       end DEAD                end DEAD                end as found        -
 
 A request that is CANCELLING and finishes by itself is reported as aborted: who has asked for the end must not be told of another. STOPPING
-is a request whose stop string was found in the user process: its reader has its ending already, the world has not confirmed it. HELD is one
-that no world has: the last one died under it, or died before it was sent.  *Isolation.* A death counts against every request that the world
-had, until a later world gives it a token. From SUSPECT_DEATHS on a request is a suspect, and at most one suspect is with a world at a time;
-if the world dies again, and by then it has ``max_deaths``, the suspect is ended as DEAD. So a request that kills its world each time is
-found and ended, whatever token it does it at, since a replay begins there; and the others finish, however often their worlds are killed by
-something else.
+is a request that ended in the user process, FINISHED by a stop string that was found or FAILED by what came and could not be used: its
+reader has its ending already, the world has not confirmed it. HELD is one that no world has: the last one died under it, or died before it
+was sent.
+
+*Isolation.* A death counts against every request that the world had, until a later world gives it a token. From SUSPECT_DEATHS on a request
+is a suspect, and at most one suspect is with a world at a time; if the world dies again, and by then it has ``max_deaths``, the suspect is
+ended as DEAD. So a request that kills its world each time is found and ended, whatever token it does it at, since a replay begins there;
+and the others finish, however often their worlds are killed by something else.
 """
 
 from __future__ import annotations
@@ -80,11 +83,13 @@ class Cancelled(enum.Enum):
 
 
 class _Entry(Generic[H]):
-    __slots__ = ("deaths", "handle", "phase")
+    __slots__ = ("deaths", "handle", "outcome", "phase")
 
     def __init__(self, handle: H, phase: Phase) -> None:
         self.handle = handle
         self.phase = phase
+        # Of one that is STOPPING, what it will have been.
+        self.outcome = Outcome.FINISHED
         self.deaths = 0
 
     def __repr__(self) -> str:
@@ -149,7 +154,7 @@ class Ledger(Generic[H]):
             outcome = OUTCOME_OF_FINISH[finish]
             if entry.phase is Phase.CANCELLING and outcome is Outcome.FINISHED:
                 finish, outcome = FinishReason.ABORT, Outcome.ABORTED
-            self._end(request_id, Outcome.FINISHED if stopping else outcome)
+            self._end(request_id, entry.outcome if stopping else outcome)
         return None if stopping else (entry.handle, finish)
 
     def cancel(self, request_id: int) -> tuple[Cancelled, H | None]:
@@ -165,11 +170,25 @@ class Ledger(Generic[H]):
 
     def stop_found(self, request_id: int) -> bool:
         """The reader's text is complete: later deltas are dropped. Whether a cancel must be sent."""
+        return self._stopping(request_id, Outcome.FINISHED)
+
+    def failed_here(self, request_id: int, ended: FinishReason | None) -> bool:
+        """What came for it could not be used, and its reader has an error. ``ended``: the ending that came with it, if one did. Whether a
+        cancel must be sent.
+        """
+        if ended is None:
+            return self._stopping(request_id, Outcome.FAILED)
+        # It has left: what is counted is what its reader was told.
+        self.outcomes[OUTCOME_OF_FINISH[ended]] -= 1
+        self.outcomes[Outcome.FAILED] += 1
+        return False
+
+    def _stopping(self, request_id: int, outcome: Outcome) -> bool:
         entry = self._live.get(request_id)
         if entry is None or entry.phase in (Phase.STOPPING, Phase.HELD):
-            raise IllegalEvent(f"stop found for request {request_id}, which is {entry!r}")
+            raise IllegalEvent(f"{outcome.value} here: request {request_id}, which is {entry!r}")
         send = entry.phase is Phase.SENT
-        entry.phase = Phase.STOPPING
+        entry.phase, entry.outcome = Phase.STOPPING, outcome
         return send
 
     def send_failed(self, request_id: int) -> H | None:
@@ -191,7 +210,7 @@ class Ledger(Generic[H]):
                 aborted.append(entry.handle)
                 self._end(request_id, Outcome.ABORTED)
             elif entry.phase is Phase.STOPPING:
-                self._end(request_id, Outcome.FINISHED)
+                self._end(request_id, entry.outcome)
             elif entry.phase is Phase.SENT:
                 entry.deaths += 1
                 if entry.deaths >= max_deaths and request_id == self._suspect:
@@ -246,7 +265,7 @@ class Ledger(Generic[H]):
         victims = []
         for request_id, entry in list(self._live.items()):
             if entry.phase is Phase.STOPPING:
-                self._end(request_id, Outcome.FINISHED)
+                self._end(request_id, entry.outcome)
             else:
                 victims.append(entry.handle)
                 self._end(request_id, Outcome.DEAD)

@@ -67,7 +67,7 @@ class Pairing:
                         ended = mailbox.deliver(fresh, None, None, None)
                     else:
                         ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
-                    if ended and ending is None and ledger.stop_found(request_id):
+                    if ended and self._ended_here(request_id, mailbox, finish_reason):
                         stopped.append(request_id)
                     mailbox.take_waiters(waiters)
                 start = end
@@ -77,6 +77,12 @@ class Pairing:
             if ready and ledger.may_resume:
                 self.resume()
         wake(waiters)
+
+    def _ended_here(self, request_id: int, mailbox: Mailbox, finish: FinishReason | None) -> bool:
+        """A stop string was found, or what came, maybe with its ending, was of no use. Whether the world must be told. Holds the lock."""
+        if mailbox.error is not None:
+            return self.ledger.failed_here(request_id, finish)
+        return finish is None and self.ledger.stop_found(request_id)
 
     def _take_extras(self, request_id: int, mailbox: Mailbox, count: int, finish: FinishReason | None, deltas: Deltas) -> bool:
         """What comes beside the tokens. False: it makes no sense, and the request, which would be out of step with it, has failed; the

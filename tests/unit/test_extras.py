@@ -277,7 +277,7 @@ def test_logprobs_that_make_no_sense_fail_their_request_and_nothing_else(extras,
         rig.handle.result(0)
     assert rig.pairing.bad_frames == 1 and rig.outbox.items == [0], "the world is told to end it"
     rig.deliver(4, finish=FinishReason.ABORT)
-    assert len(other) == 0 and other.balanced()
+    assert len(other) == 0 and other.balanced() and other.counters()["failed"] == 1
 
 
 def test_what_is_missing_about_the_prompt_at_the_end_fails_the_request():
@@ -286,6 +286,8 @@ def test_what_is_missing_about_the_prompt_at_the_end_fails_the_request():
     rig.deliver(finish=FinishReason.LENGTH)
     with pytest.raises(RequestError, match="1 of 2 rows of prompt logprobs"):
         rig.handle.result(0)
+    counters = rig.pairing.ledger.counters()
+    assert (counters["failed"], counters["finished"], rig.outbox.items) == (1, 0, [])
 
 
 def test_logits_of_another_vocabulary_fail_the_request():

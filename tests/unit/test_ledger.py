@@ -126,6 +126,32 @@ def test_stop_found_sends_a_cancel_unless_one_was_sent(phase):
     assert ledger.balanced()
 
 
+@pytest.mark.parametrize("end", ["confirmed", "died", "suspended"])
+@pytest.mark.parametrize("phase", [Phase.SENT, Phase.CANCELLING])
+def test_what_failed_here_is_counted_as_failed_however_it_leaves(phase, end):
+    """Invariants 1 and 6: as its reader was told."""
+    ledger = ledger_in(phase)
+    assert ledger.failed_here(ID, None) is (phase is Phase.SENT)
+    with pytest.raises(IllegalEvent):
+        ledger.failed_here(ID, None)
+    if end == "confirmed":
+        assert ledger.delta(ID, None) is None and ledger.delta(ID, FinishReason.ABORT) is None
+    elif end == "died":
+        assert ledger.died() == []
+    else:
+        assert ledger.suspend(3) == ([], [])
+    assert +ledger.outcomes == {Outcome.FAILED: 1} and ledger.balanced() and len(ledger) == 0
+
+
+@pytest.mark.parametrize("finish", list(FinishReason))
+def test_what_failed_here_with_its_ending_is_counted_as_failed(finish):
+    """Invariant 1."""
+    ledger = ledger_in(Phase.SENT)
+    assert ledger.delta(ID, finish) == ("handle", finish)
+    assert not ledger.failed_here(ID, finish)
+    assert +ledger.outcomes == {Outcome.FAILED: 1} and ledger.balanced()
+
+
 @pytest.mark.parametrize("phase", ALL)
 def test_send_failed(phase):
     """A13."""
@@ -327,16 +353,17 @@ class AnySequence(RuleBasedStateMachine):
         assert not self.ledger.may_resume, "no suspect waits while the world has none"
         assert not left or self.phase[self.ledger._suspect] is not Phase.HELD
 
-    @rule(request_id=ids)
-    def stop_found(self, request_id: int) -> None:
+    @rule(request_id=ids, found=st.booleans())
+    def ended_here(self, request_id: int, found: bool) -> None:
         phase = self.phase.get(request_id)
+        tell = (lambda: self.ledger.stop_found(request_id)) if found else (lambda: self.ledger.failed_here(request_id, None))
         if phase in (None, Phase.STOPPING, Phase.HELD):
             before = snapshot(self.ledger)
             with pytest.raises(IllegalEvent):
-                self.ledger.stop_found(request_id)
+                tell()
             assert snapshot(self.ledger) == before
         else:
-            assert self.ledger.stop_found(request_id) is (phase is Phase.SENT)
+            assert tell() is (phase is Phase.SENT)
             self.phase[request_id] = Phase.STOPPING
 
     @rule(request_id=ids)
