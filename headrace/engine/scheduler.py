@@ -514,6 +514,10 @@ class Scheduler:
             return spare + blocks_for(members[0].limit) - blocks_for(len(members[0].tokens))
         return spare + branches.width * blocks_for(members[0].limit) - sum(blocks_for(len(member.tokens)) for member in members)
 
+    def _is_distrusted(self, sequence: Sequence) -> bool:
+        """It may have been preempted for what it had computed, while those behind it run on."""
+        return self.cache.reuses and sequence.chain is None
+
     def check(self) -> None:
         """Raise AssertionError unless the facts at the top of this file hold. For tests."""
         self.cache.check()
@@ -529,14 +533,18 @@ class Scheduler:
             if not sequence.rank < behind.rank:
                 raise AssertionError(f"{running} are not in the order of their ranks")
             together = sequence.branches is not None and len(sequence.branches.members) > 1
-            if sequence.state is State.PREFILL and not together and sequence.rank.negated_priority == behind.rank.negated_priority:
+            if (
+                sequence.state is State.PREFILL
+                and not together
+                and not self._is_distrusted(sequence)
+                and sequence.rank.negated_priority == behind.rank.negated_priority
+            ):
                 raise AssertionError(f"{behind!r} was admitted while {sequence!r} was still in its prefill")
         for sequence in waiting:
             if sequence.state not in (State.WAITING, State.PREEMPTED) or sequence.computed:
                 raise AssertionError(f"{sequence!r} waits")
             passed = any(other.rank > sequence.rank for other in running if other.rank.negated_priority == sequence.rank.negated_priority)
-            # Not one that was preempted for what it had computed: who is behind it runs on.
-            if passed and not (sequence.state is State.PREEMPTED and self.cache.reuses and sequence.chain is None):
+            if passed and not self._is_distrusted(sequence):
                 raise AssertionError(f"{sequence!r} was passed over by a younger one of its priority")
         if len(self.running_adapters()) > self.max_adapters:
             raise AssertionError(f"requests run with {len(self.running_adapters())} adapters, {self.max_adapters} are allowed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,28 @@ def test_greedy_with_end_of_sequence(llm: LLM) -> None:
         assert answer.text == result["text_stop_at_eos"]
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 2 else "length")
         assert answer.stop_reason is None
+
+
+@WITH_TWO_RANKS
+def test_a_common_beginning_is_computed_once_for_each_salt(llm: LLM) -> None:
+    """A44: over the whole path; every rank finds the blocks, or the text would differ."""
+    prompt, expected = RESULTS[2]["prompt_ids"], RESULTS[2]["output_ids_ignore_eos"][:4]
+    full = (len(prompt) - 1) // llm.facts.tokens_per_block
+    assert full, "the prompt must fill a block"
+    llm.reset_prefix_cache()
+    llm.get_stats(), llm.get_kv_cache_events()
+    reused = []
+    for salt in (None, None, "a", "a", None):
+        output = llm.generate(prompt, SamplingParams(max_tokens=4, ignore_eos=True), cache_salt=salt)
+        assert output.outputs[0].token_ids == expected
+        reused.append(llm.get_stats()[-1]["kvCacheStats"]["reusedBlocks"])
+    # And a copy of all but the last token of the block behind them, if the prompt ends with it.
+    assert [later - sooner >= full for sooner, later in pairwise(reused)] == [True, False, True, True]
+    stored = [event["data"] for event in llm.get_kv_cache_events() if event["data"]["type"] == "stored"]
+    tokens = [[token["token_id"] for token in block["tokens"]] for data in stored for block in data["blocks"]]
+    size = llm.facts.tokens_per_block
+    for place in range(full):
+        assert tokens.count(prompt[place * size : (place + 1) * size]) == 2, "once for each salt"
 
 
 @WITH_TWO_RANKS

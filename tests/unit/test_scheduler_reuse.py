@@ -68,6 +68,7 @@ class ReuseMachine(RuleBasedStateMachine):
         self.sequences: dict[int, Sequence] = {}
         self.salts: dict[int, str | None] = {}
         self.next_id = 0
+        self.distrusted = 0
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -121,11 +122,18 @@ class ReuseMachine(RuleBasedStateMachine):
         if len(sequence.tokens) >= sequence.limit or die == 5:
             self._end(sequence.request_id)
             return
+        if die == 4:
+            if not self.scheduler.distrust(sequence):
+                self._end(sequence.request_id)
+            else:
+                self.distrusted += 1
+                assert sequence.state is State.PREEMPTED and not sequence.reused
+            return
         if branches is not None and die in (2, 3) and len(branches.members) < branches.width:
             child = self.scheduler.fork(sequence, self.next_id)
             self._add(child, self.salts[sequence.request_id])
             self.scheduler.append(child, 1)
-        self.scheduler.append(sequence, 0 if die < 4 else 1)
+        self.scheduler.append(sequence, die % 2)
 
     def _add(self, sequence: Sequence, salt: str | None) -> None:
         self.sequences[sequence.request_id] = sequence
@@ -141,7 +149,7 @@ class ReuseMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check()
             assert sum(self.scheduler.counts.values()) == len(self.sequences)
-            assert self.scheduler.evict or not self.scheduler.num_preemptions, "nothing was promised that could not be kept"
+            assert self.scheduler.evict or self.scheduler.num_preemptions == self.distrusted, "nothing was promised that could not be kept"
 
     def teardown(self) -> None:
         """Everything ends, and then no block is used."""
