@@ -200,6 +200,10 @@ class Checker:
             count = getattr(params, name)
             if count is not None and count > vocabulary:
                 raise RequestError(f"{name}={count} is out of range: this model has {vocabulary} tokens")
+        if params.use_beam_search and params.width > self._facts.max_batch_size:
+            raise RequestError(
+                f"a beam search of width {params.width} is out of range: a step of this engine has at most {self._facts.max_batch_size}"
+            )
         if params.bad:
             raise RequestError("bad strings need a tokenizer, and this executor was made without one")
         processors = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,11 @@ def test_an_end_that_is_not_among_the_best_is_nothing() -> None:
 
 
 def test_the_length_penalty_decides_which_is_the_best() -> None:
-    for penalty, best in ((0.0, (0,)), (1.0, (2, 0))):
+    for penalty, best, score in ((0.0, (0,), -1.0), (1.0, (2, 0), -1.3 / 2)):
         beams = search(width=2, penalty=penalty, early=2)
         beams.advance(rows([-1.0, -9, -1.2, -9, -9]))
         beams.advance(rows([-0.1, -9, -9, -9, -9], [-9, -9, -9, -9, -9]))
-        assert beams.results(1)[0].token_ids == best
+        assert beams.results(1)[0].token_ids == best and beams.results(1)[0].score == pytest.approx(score)
 
 
 def test_the_greatest_length_ends_all() -> None:
@@ -88,6 +89,18 @@ def test_cancelling_a_beam_search_frees_all_of_its_beams() -> None:
             assert got[1].finish is FinishReason.ABORT and not got[1].beams
             assert everything or got[2].tokens == alone([4, 5], plain).tokens
             assert not engine.engine._live
+
+
+def test_each_beam_has_rules_of_its_own() -> None:
+    """What a beam has said is forbidden to it, and to no other."""
+    params = {"max_tokens": 9, "ignore_eos": True, "logit_bias": dict.fromkeys((1, 2, 3), 9.0), "no_repeat_ngram_size": 2}
+    for prompt in ([1, 2, 3], [5], [3, 3, 1]):
+        beams = alone(prompt, SamplingParams(use_beam_search=True, n=4, **params)).beams
+        assert len(beams) == 4
+        for beam in beams:
+            tokens = [*prompt, *beam.token_ids]
+            pairs = list(pairwise(tokens))
+            assert len(set(pairs)) == len(pairs)
 
 
 def test_an_id_stays_taken_while_any_beam_lives() -> None:

@@ -165,6 +165,12 @@ def test_min_tokens_fits_into_what_is_left_of_the_context():
     assert checked([1] * 10, max_tokens=None, min_tokens=6).max_tokens == 6
 
 
+def test_a_beam_search_is_no_wider_than_a_step():
+    assert checked([1], use_beam_search=True, best_of=4).params.width == 4
+    message = refused([1], use_beam_search=True, n=2, best_of=5)
+    assert "width 5" in message and "at most 4" in message
+
+
 def test_bad_strings_need_a_tokenizer():
     assert "tokenizer" in refused([1], bad="x")
 
