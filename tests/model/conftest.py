@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,29 @@ from headrace.engine.base import EngineRequest, SingleRank
 from headrace.engine.model_engine import ModelEngine, ModelRunner, load_runner
 from headrace.params import SamplingParams
 
-# Files that run side by side share the cores out, before torch counts them: where threads of OpenMP spin for one another while another
+# As worlds do, but here torch may be imported before the first runner is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Files that run side by side share the cores out, before torch counts them: where threads of OpenMP wait for one another while another
 # process has their cores, everything takes five to ten times as long. Worlds inherit what is theirs.
 if "PYTEST_XDIST_WORKER" in os.environ:
     _cores = sorted(os.sched_getaffinity(0))
     _worker, _workers = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.sched_setaffinity(0, _cores[_worker % len(_cores) :: _workers])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What one process runs is a file, or the part of a file that shares a world of so many ranks ("tp2")."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            ranks = re.search(r"\[(tp\d)\b", nodeid)
+            return super()._split_scope(nodeid) + (ranks[1] if ranks else "")
+
+    return Scheduling(config, log)
+
 
 REFERENCE = Path(__file__).parent.parent / "data" / "smollm2_greedy.json"
 
