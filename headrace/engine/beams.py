@@ -12,7 +12,7 @@ from headrace.engine.beam_search import AT_ONCE, BeamSearch
 from headrace.engine.logit_rules import LogitRules
 from headrace.engine.logprobs import log_normaliser
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.scheduler import Sequence as LiveSequence
+from headrace.engine.sequence import Sequence as LiveSequence
 
 
 class Beams:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 
 from headrace.engine.ring import Ring
-from headrace.engine.scheduler import Chunk, Scheduler, State
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Chunk, State
 from headrace.telemetry import IterationStats
 
 

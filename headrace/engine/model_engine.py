@@ -24,8 +24,9 @@ from headrace.engine.plan import StepPlan
 from headrace.engine.readout import Readout
 from headrace.engine.ring import Ring
 from headrace.engine.sampler import NO_TOKEN, RowSampling, sample
-from headrace.engine.scheduler import Chunk, Scheduler, State
-from headrace.engine.scheduler import Sequence as LiveSequence
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Chunk, State
+from headrace.engine.sequence import Sequence as LiveSequence
 from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
 from headrace.telemetry import IterationStats, KvCacheEvent

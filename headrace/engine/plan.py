@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.engine.base import Int32
 from headrace.engine.kv_cache import KVCache
-from headrace.engine.scheduler import Chunk
+from headrace.engine.sequence import Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace.engine.base import EngineRequest, Float32, StepOutputs
 from headrace.engine.logprobs import logprob_rows
-from headrace.engine.scheduler import Chunk
+from headrace.engine.sequence import Chunk
 
 
 class Readout:

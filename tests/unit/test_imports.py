@@ -65,6 +65,7 @@ PURE = {
     "headrace.engine.kv_cache",
     "headrace.engine.prefix",
     "headrace.engine.scheduler",
+    "headrace.engine.sequence",
 }
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 

@@ -8,7 +8,8 @@ import pytest
 
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.plan import StepPlan
-from headrace.engine.scheduler import Chunk, Scheduler
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Chunk
 
 
 @pytest.mark.parametrize(

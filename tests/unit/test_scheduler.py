@@ -8,7 +8,8 @@ import pytest
 
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.ranking import Rank
-from headrace.engine.scheduler import TRANSITIONS, Chunk, Event, Scheduler, Sequence, State
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import TRANSITIONS, Chunk, Event, Sequence, State
 from headrace.errors import RequestError
 
 

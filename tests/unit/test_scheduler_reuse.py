@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.engine.kv_cache import KVCache
-from headrace.engine.scheduler import Chunk, Scheduler, Sequence, State
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Chunk, Sequence, State
 from headrace.errors import RequestError
 
 
