@@ -49,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         model: absolute path of a GGUF file or a Hugging Face folder, or ``"echo"``.
+        tokenizer: where to read the tokenizer, if not from the model; only grammars need one in the world.
         runner: who runs the forward pass.
         tensor_parallel_size: number of ranks that share every layer.
         dtype: type of weights and activations; auto: float32 on CPU.
@@ -73,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: str
+    tokenizer: str | None = None
     runner: Runner = "torch"
     tensor_parallel_size: int = 1
     dtype: DType = "auto"

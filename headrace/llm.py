@@ -126,6 +126,7 @@ class LLM:
             echo = EchoConfig(vocab_size=loaded.vocab_size)
         config = EngineConfig(
             model=path,
+            tokenizer=None if tokenizer is None else str(Path(tokenizer).resolve()),
             runner=runner,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,

@@ -25,7 +25,7 @@ MAX_BAD_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 256
 MAX_LOGPROBS = 1024
-MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_GRAMMAR_CHARS = 128 * 1024
 MAX_GUIDED_CHOICES = 4096
 
 _INTEGERS = {
@@ -74,8 +74,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     Attributes:
         json: a JSON schema: a mapping, its text, or a pydantic model class; its text is kept.
         json_object: any JSON object.
-        regex: a regular expression for the whole text.
-        grammar: a context-free grammar.
+        regex: a regular expression for the whole text, in the syntax of Rust's ``regex`` crate: no look-around, no back references.
+        grammar: a context-free grammar, in the Lark syntax of llguidance (from the rule ``start``) or in llama.cpp's GBNF (from ``root``).
         choice: one of these strings.
     """
 

@@ -9,10 +9,11 @@ import msgspec
 
 from headrace.errors import ModelError, RequestError
 from headrace.lora import LoraRequest
-from headrace.params import SamplingParams
+from headrace.params import GuidedDecodingParams, SamplingParams
 
 if TYPE_CHECKING:
     from headrace.executor.request import GenerationRequest, TextStage
+    from headrace.text.grammar import GrammarChecker
     from headrace.text.tokenizer import Tokenizer
 
 #: a text, the ids of one prompt, or a mapping with "prompt" or "prompt_token_ids"
@@ -26,6 +27,7 @@ class RequestMaker:
         self._tokenizer = tokenizer
         # The last parameters with bad strings, and what became of them: the prompts of a list share theirs.
         self._resolved: tuple[SamplingParams, SamplingParams] | None = None
+        self._grammars: GrammarChecker | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -42,6 +44,8 @@ class RequestMaker:
             params = SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        if params.guided_decoding is not None:
+            self._check_grammar(params.guided_decoding)
         if params.bad:
             params = self._with_bad_tokens(params)
         add_special_tokens = params.add_special_tokens
@@ -85,6 +89,17 @@ class RequestMaker:
             bad = (*params.bad_token_ids, *sorted(row for row in rows if row))
             resolved = self._resolved = (params, msgspec.structs.replace(params, bad=(), bad_token_ids=bad))
         return resolved[1]
+
+    def _check_grammar(self, params: GuidedDecodingParams) -> None:
+        """Raises RequestError if it is wrong; what is right is known by then."""
+        if self._grammars is None:
+            from headrace.text.grammar import GrammarChecker
+
+            if self._tokenizer is None:
+                raise RequestError("guided decoding needs a tokenizer, and the echo engine has none: LLM(tokenizer=...)")
+            # Two threads may both make one: they agree.
+            self._grammars = GrammarChecker(self._tokenizer.special_tokens())
+        self._grammars.check(params)
 
     def _new_stage(self, params: SamplingParams) -> Callable[[], TextStage] | None:
         tokenizer = self._tokenizer

@@ -145,6 +145,10 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether requests wait for what happens outside of steps, as a grammar that is being compiled; then ``has_work`` will be true."""
+
     def submit(self, request: EngineRequest) -> None:
         """Take one request. A fault of the request becomes its ERROR record in the next step, never an exception."""
 

@@ -137,6 +137,11 @@ class EchoEngine:
         """Whether anything runs, waits, or has an ending to report."""
         return bool(self._running or self._waiting or self._ended_early.request_ids)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Never: nothing happens outside of steps."""
+        return False
+
     def submit(self, request: EngineRequest) -> None:
         """Queue it; one whose prompt holds ``fail_token`` fails with the next step. Raises ValueError for an id that is live already."""
         if request.request_id in self._running:

@@ -8,13 +8,14 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
 from headrace.engine.adapter_slots import AdapterSlots
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.beams import Beams
+from headrace.engine.guided import GuidedRequests, TokenConstraint
 from headrace.engine.iterations import IterationLog
 from headrace.engine.kv_cache import KVCache, cache_limits
 from headrace.engine.kv_events import KVEventLog
@@ -29,7 +30,11 @@ from headrace.engine.sequence import Chunk, State
 from headrace.engine.sequence import Sequence as LiveSequence
 from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
+from headrace.params import SamplingParams
 from headrace.telemetry import IterationStats, KvCacheEvent
+
+if TYPE_CHECKING:
+    from headrace.text.vocabulary import Vocabulary
 
 log = logging.getLogger("headrace.engine")
 
@@ -73,6 +78,13 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
         return TorchRunner(config, checkpoint, collectives, progress)
 
 
+def load_vocabulary(config: EngineConfig) -> Vocabulary:
+    """Of the model's tokenizer, which nothing but a grammar needs here. Raises ModelError if it cannot be read."""
+    from headrace.text import load_tokenizer
+
+    return load_tokenizer(config.tokenizer or config.model).vocabulary()
+
+
 def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast | None = None) -> ModelEngine:
     """Rank 0's engine over its loaded runner. ``broadcast`` gives each plan to the other ranks; None where there are none."""
     return ModelEngine(config, runner, broadcast)
@@ -80,7 +92,7 @@ def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast 
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that the scheduler has. ``rules``, ``readout``, ``beams``: None for one that has no need of them.
+    """A request that the scheduler has. ``rules``, ``readout``, ``beams``, ``constraint``: None for one that has no need of them.
 
     The sequences of a beam search are known by ids of their own, which are negative; all of them stand for the one request.
     """
@@ -92,6 +104,7 @@ class _Live:
     rules: LogitRules | None
     readout: Readout | None
     beams: Beams | None
+    constraint: TokenConstraint | None
 
 
 class ModelEngine:
@@ -139,6 +152,7 @@ class ModelEngine:
         self._reset_prefix_cache = False
         self._adapters = AdapterSlots(model, config.max_loras, config.max_lora_rank)
         self._live: dict[int, _Live] = {}
+        self._guided = GuidedRequests(lambda: load_vocabulary(config), model.vocab_size)
         self._ended_early = StepOutputs()  # records of requests that ended between steps
         self._last_id = 0
         self._steps = 0
@@ -148,19 +162,28 @@ class ModelEngine:
     @property
     def has_work(self) -> bool:
         """Whether any request is live, or has an ending to report."""
-        return self._scheduler.has_work or bool(self._ended_early.request_ids)
+        return self._scheduler.has_work or bool(self._ended_early.request_ids) or self._guided.has_answers
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether grammars are being compiled."""
+        return bool(self._guided)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue it; one that cannot run ends with ERROR in the next step.
 
         Raises ValueError for an id that is live already; one whose ending ``step`` has given out may be used again.
         """
-        prompt, params, vocab_size = request.prompt_token_ids, request.params, self.facts.vocab_size
-        if request.request_id in self._live:
+        if request.request_id in self._live or request.request_id in self._guided:
             raise ValueError(f"request {request.request_id} is live already")
-        eos = frozenset(self.facts.eos_token_ids if params.end_id is None else (params.end_id,))
-        if params.ignore_eos:
-            eos = frozenset()
+        if request.params.guided_decoding is None:
+            self._queue(request, None)
+        else:
+            self._guided.add(request, request.params.guided_decoding, self._eos(request.params))
+
+    def _queue(self, request: EngineRequest, constraint: TokenConstraint | None) -> None:
+        prompt, params, vocab_size = request.prompt_token_ids, request.params, self.facts.vocab_size
+        eos = self._eos(params)
         # First what could fail: from there on the scheduler has it, and it must be in both places or in none.
         sampling = RowSampling.of(params, request.seed, vocab_size)
         readout = Readout.of(request)
@@ -183,14 +206,31 @@ class ModelEngine:
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
             return
         beams = Beams(request, sequence, rules, eos) if params.use_beam_search else None
-        self._live[request.request_id] = _Live(request, sequence, sampling, eos, rules, readout, beams)
+        self._live[request.request_id] = _Live(request, sequence, sampling, eos, rules, readout, beams, constraint)
+
+    def _eos(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end its text."""
+        eos = self.facts.eos_token_ids if params.end_id is None else (params.end_id,)
+        return frozenset() if params.ignore_eos else frozenset(eos)
+
+    def _queue_guided(self) -> None:
+        """Give the scheduler the requests whose grammars are ready."""
+        for request, constraint in self._guided.take():
+            if isinstance(constraint, RequestError):
+                self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(constraint))
+            elif constraint.finished:
+                # The world before died between its last token and the word that it was the last.
+                self._ended_early.add(request.request_id, (), FinishReason.STOP)
+            else:
+                self._queue(request, constraint)
 
     def cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
         """End it in the next step; one that waits never runs."""
-        live = self._live.get(request_id)
-        if live is None or live.request.request_id != request_id:
-            return False
-        self._end(live)
+        if not self._guided.discard(request_id):
+            live = self._live.get(request_id)
+            if live is None or live.request.request_id != request_id:
+                return False
+            self._end(live)
         self._ended_early.add(request_id, (), finish)
         return True
 
@@ -200,9 +240,13 @@ class ModelEngine:
         for sequence_id in reversed(self._scheduler.live()):
             if (live := self._live.get(sequence_id)) is not None:
                 self.cancel(live.request.request_id)
+        for request_id in self._guided.ids():
+            self.cancel(request_id)
 
     def step(self) -> StepOutputs:
         """One forward pass for all that the scheduler picks. An exception is a fault of the world; in sampling it ends one request."""
+        if self._guided.has_answers:
+            self._queue_guided()
         outputs, self._ended_early = self._ended_early, StepOutputs()
         if self._reset_prefix_cache:
             self._reset_prefix_cache = False
@@ -233,7 +277,7 @@ class ModelEngine:
         """Gauges: requests by state and KV blocks. Counters: steps, preemptions, generated tokens, and tokens computed in all."""
         counts = self._scheduler.counts
         return {
-            "requests_waiting": counts[State.WAITING],
+            "requests_waiting": counts[State.WAITING] + len(self._guided),
             "requests_running": counts[State.PREFILL] + counts[State.DECODE],
             "requests_preempted": counts[State.PREEMPTED],
             "kv_blocks_used": self._cache.num_used,
@@ -250,6 +294,7 @@ class ModelEngine:
 
     def close(self) -> None:
         """Drop this rank's weights and cache."""
+        self._guided.close()
         self._runner.close()
 
     def _with_adapters(self, plan: StepPlan, chunks: Sequence[Chunk]) -> StepPlan:
@@ -293,7 +338,7 @@ class ModelEngine:
             logits = self._read_prompts(chunks, logits, outputs)
         if any(live.beams is not None for live in sampled):
             sampled, logits = self._advance_beams(sampling, sampled, logits, outputs)
-        if any(live.rules is not None or live.readout is not None for live in sampled):
+        if any(live.rules is not None or live.readout is not None or live.constraint is not None for live in sampled):
             sampled, logits = self._apply_rules(sampled, logits, outputs)
         try:
             tokens = sample(logits, [live.sampling for live in sampled], [len(live.sequence.tokens) for live in sampled])
@@ -361,19 +406,21 @@ class ModelEngine:
         return self._last_id
 
     def _apply_rules(self, sampled: list[_Live], logits: Float32, outputs: StepOutputs) -> tuple[list[_Live], Float32]:
-        """Keep the rows of those that asked, then apply the rules, in place. One that raises ends its request: the others are left."""
+        """Keep the rows of those that asked, then apply rules and constraints, in place. One that raises ends its request alone."""
         if not logits.flags.writeable:
             logits = logits.copy()
         kept: list[int] = []
         for row, live in enumerate(sampled):
             if live.readout is not None:
-                live.readout.before_rules(logits[row], changes=live.rules is not None)
-            if live.rules is not None:
-                try:
+                live.readout.before_rules(logits[row], changes=live.rules is not None or live.constraint is not None)
+            try:
+                if live.rules is not None:
                     live.rules.apply(logits[row], live.sequence.tokens)
-                except Exception as error:
-                    self._fail_sampling(live, error, outputs)
-                    continue
+                if live.constraint is not None:
+                    live.constraint.mask(logits[row])
+            except Exception as error:
+                self._fail_sampling(live, error, outputs)
+                continue
             kept.append(row)
         if len(kept) == len(sampled):
             return sampled, logits
@@ -402,16 +449,25 @@ class ModelEngine:
             if self._scheduler.distrust(sequence):
                 return
             why = "the model gave logits that are not finite"
-            if live.rules is not None:
+            if live.rules is not None or live.constraint is not None:
                 why = "no token is allowed, or " + why
             self._fail(live, f"{why} after {len(sequence.tokens)} tokens", outputs)
             return
+        ends = token in live.eos or token in request.params.stop_token_ids
+        if live.constraint is not None and not ends:
+            try:
+                live.constraint.accept(token)
+            except RequestError as error:
+                self._fail(live, str(error), outputs)
+                return
         self._scheduler.append(sequence, token)
         self._generated_tokens += 1
         if token in live.eos:
             finish = FinishReason.STOP
-        elif token in request.params.stop_token_ids:
+        elif ends:
             finish, stop_reason = FinishReason.STOP, token
+        elif live.constraint is not None and live.constraint.finished:
+            finish = FinishReason.STOP
         elif sequence.generated >= request.max_tokens or len(sequence.tokens) >= self.facts.max_seq_len:
             finish = FinishReason.LENGTH
         if finish is not None:

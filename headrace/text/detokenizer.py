@@ -160,7 +160,7 @@ def detokenizer_factory(tokenizer: RustTokenizer, skip_special_tokens: bool) -> 
         case "Metaspace":
             first = " " if decoder["prepend_scheme"] == "never" else ""
             return lambda: MetaspaceDetokenizer(tokens.get, decoder["replacement"], first)
-        case "Sequence" if (rules := _sentencepiece_rules(decoder["decoders"])) is not None:
+        case "Sequence" if (rules := sentencepiece_rules(decoder["decoders"])) is not None:
             replacements, strip = rules
             piece_of = sentencepiece_table(tokens, replacements).get
             return lambda: PieceDetokenizer(piece_of, strip)
@@ -202,7 +202,7 @@ def sentencepiece_table(tokens: Mapping[int, str], replacements: list[tuple[str,
     return table
 
 
-def _sentencepiece_rules(decoders: list[dict[str, Any]]) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
+def sentencepiece_rules(decoders: list[dict[str, Any]]) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
     """Replacements and strip of ``Replace* ByteFallback Fuse Strip?``, what Llama 2, Mistral and Gemma use; None for any other sequence."""
     rest = list(decoders)
     replacements: list[tuple[str, str]] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import RequestError
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.detokenizer import Detokenizer, detokenizer_factory
+from headrace.text.vocabulary import Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -69,6 +70,14 @@ class Tokenizer:
         The template writes the special tokens itself: encode the result with ``add_special_tokens=False``.
         """
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def vocabulary(self) -> Vocabulary:
+        """What a grammar needs to know of it. Raises ModelError if it cannot say what each of its tokens stands for."""
+        return vocabulary_of(self._tokenizer)
+
+    def special_tokens(self) -> list[str]:
+        """Names of the special tokens."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
     def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)

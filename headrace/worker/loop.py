@@ -37,6 +37,9 @@ log = logging.getLogger("headrace.worker")
 #: seconds until a full result channel is tried again
 RETRY_FULL = 0.005
 
+#: seconds after which an engine that waits for something outside of its steps (a grammar being compiled) is asked again
+ASK_AGAIN = 0.002
+
 #: most frames of a backlog that are sent between two steps, so that a reader who comes back does not hold up the others
 BACKLOG_FRAMES = 32
 
@@ -89,7 +92,7 @@ class Leader:
             self._reply(outputs)
         elif self._backlog:
             self._send_backlog()
-        if self._shutdown is None or self._engine.has_work or self._backlog:
+        if self._shutdown is None or self._engine.has_work or self._engine.has_waiting or self._backlog:
             return True
         try:
             self._results.send(ShutdownDone())
@@ -119,6 +122,8 @@ class Leader:
         if self._runs:
             return 0.0
         limits = [] if timeout is None else [timeout]
+        if self._engine.has_waiting:
+            limits.append(ASK_AGAIN)
         if self._backlog:
             limits.append(self._retry_at - self._clock())
         elif self._shutdown is not None:

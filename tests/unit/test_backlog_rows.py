@@ -142,6 +142,7 @@ class _Logits:
     """An engine of one request that gets a token and a row of logits in each step, for ever."""
 
     has_work = True
+    has_waiting = False
 
     def step(self) -> StepOutputs:
         outputs = StepOutputs()

@@ -35,6 +35,9 @@ LAYERS = {
     "headrace.text": LEAVES | {"headrace.checkpoint"},
     "headrace.ipc": LEAVES,
     "headrace.engine": LEAVES | {"headrace.checkpoint"},
+    # Grammars are about bytes, which only the tokenizer knows.
+    "headrace.engine.guided": LEAVES | {"headrace.engine", "headrace.text"},
+    "headrace.engine.model_engine": LEAVES | {"headrace.engine", "headrace.checkpoint", "headrace.text"},
     "headrace.worker": LEAVES | {"headrace.ipc", "headrace.engine", "headrace.checkpoint"},
     "headrace.executor": LEAVES | {"headrace.ipc"},
     "headrace.requests": LEAVES | {"headrace.executor", "headrace.text"},
@@ -70,7 +73,7 @@ PURE = {
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 
 #: never imported at the top of any module, for each takes long or is needed in one kind of process only
-LATE = {"torch", "transformers", "huggingface_hub", "onnxruntime", "tensorrt"}
+LATE = {"torch", "llguidance", "transformers", "huggingface_hub", "onnxruntime", "tensorrt"}
 
 #: the links at the top of the checkout are doors for people
 DOORS = {"executor", "worker", "ipc", "engine"}

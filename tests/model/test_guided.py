@@ -1,0 +1,77 @@
+"""Guided decoding with SmolLM2-135M through the whole path: whatever is sampled, the text matches (A40, A43; invariant 7)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from headrace import LLM, GuidedDecodingParams, RequestError, SamplingParams
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "population": {"type": "integer", "minimum": 0, "maximum": 99999999}},
+    "required": ["city", "population"],
+    "additionalProperties": False,
+}
+PHONE = r"\+\d{2} \d{3}-\d{4}"
+COLOURS = ["red", "green", "blue", "dark blue"]
+QUESTION = [{"role": "user", "content": "Name the largest city of France and the number of people who live there."}]
+FREE = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("smollm2-135m", kv_cache_tokens=8192) as llm:
+        yield llm
+
+
+def guided(seed: int, **guide: object) -> SamplingParams:
+    return SamplingParams(max_tokens=100, temperature=1.0, seed=seed, guided_decoding=GuidedDecodingParams(**guide))
+
+
+def test_any_sample_matches_and_free_requests_beside_it_are_as_alone(llm: LLM) -> None:
+    """A43: several seeds of each kind, with free requests among them."""
+    prompt = llm.tokenizer.apply_chat_template(QUESTION)
+    alone = llm.generate(prompt, FREE).outputs[0]
+    params = [FREE]
+    for seed in range(4):
+        params += [guided(seed, json=SCHEMA), guided(seed, regex=PHONE), guided(seed, choice=COLOURS), FREE]
+    outputs = [output.outputs[0] for output in llm.generate([prompt] * len(params), params, use_tqdm=False)]
+    for one, answer in zip(params, outputs, strict=True):
+        if one is FREE:
+            assert (answer.token_ids, answer.text, answer.finish_reason) == (alone.token_ids, alone.text, alone.finish_reason)
+            continue
+        guide = one.guided_decoding
+        assert guide is not None and answer.finish_reason == "stop", answer
+        if guide.json is not None:
+            value = json.loads(answer.text)
+            assert value.keys() == {"city", "population"} and len(value["city"]) <= 20 and type(value["population"]) is int
+        elif guide.regex is not None:
+            assert re.fullmatch(PHONE, answer.text)
+        else:
+            assert answer.text in COLOURS
+    assert len({answer.text for answer in outputs}) > 8, "seeds differ"
+
+
+def test_streamed_pieces_join_to_a_text_that_matches(llm: LLM) -> None:
+    pieces = list(llm.generate_async("An object: ", guided(1, json={"type": "object", "maxProperties": 2}), streaming=True))
+    text = "".join(piece.outputs[0].text_diff for piece in pieces)
+    assert text == pieces[-1].outputs[0].text and text.startswith("{")
+    if pieces[-1].outputs[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_bad_grammar_is_refused_before_anything_is_sent(llm: LLM) -> None:
+    """A34"""
+    before = llm.executor.counters
+    for guide in ({"regex": "(a"}, {"json": {"type": "nothing"}}, {"grammar": "start: <|nobody|>"}):
+        with pytest.raises(RequestError, match="guided decoding: "):
+            llm.generate_async("Hello", guided(0, **guide))
+    assert llm.executor.counters == before
+    named = llm.generate("Hello", guided(0, grammar='start: "well" <|im_start|>')).outputs[0]
+    assert (named.text, named.token_ids[-1], named.finish_reason) == ("well", 1, "stop")
