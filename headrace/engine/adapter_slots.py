@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from headrace.checkpoint.config import ModelConfig
 from headrace.engine.base import EngineRequest
-from headrace.engine.models.adapters import AdapterFile, fingerprint
+from headrace.engine.models.adapters import AdapterFile, fingerprint, path_of
+from headrace.engine.sequence import Chunk
 from headrace.errors import RequestError
 
 #: adapters whose files have been checked are not checked again until so many others were
 MAX_CHECKED = 1024
-
-#: (slot, path)
-Load = tuple[int, str]
 
 
 class AdapterSlots:
@@ -30,8 +28,8 @@ class AdapterSlots:
         self._model = model
         self._num_slots = num_slots
         self._max_rank = max_rank
-        # Name -> path of those whose files fit the model, the latest used last.
-        self._checked: OrderedDict[str, str] = OrderedDict()
+        # Names of those whose files fit the model, the latest used last.
+        self._checked: OrderedDict[str, None] = OrderedDict()
         # Name -> slot, the latest used last.
         self._slots: OrderedDict[str, int] = OrderedDict()
         self.num_loads = 0
@@ -49,30 +47,27 @@ class AdapterSlots:
         name = fingerprint(request.lora)
         if name not in self._checked:
             with AdapterFile(request.lora, self._model, self._max_rank):
-                pass
-            self._checked[name] = request.lora
+                self._checked[name] = None
             if len(self._checked) > MAX_CHECKED:
                 self._checked.popitem(last=False)
         self._checked.move_to_end(name)
         return name
 
-    def place(self, wanted: Sequence[tuple[str, str] | None], pinned: Iterable[str]) -> tuple[list[int], list[Load]]:
-        """Slots of the adapters of a step's sequences, -1 for none, and what is to be loaded into slots before.
+    def place(self, names: Sequence[str | None], pinned: Iterable[str]) -> tuple[list[int], list[tuple[int, str]]]:
+        """Slots of the adapters of a step's sequences, -1 for none, and (slot, path) of what is to be loaded before.
 
-        Args:
-            wanted: name and path of each.
-            pinned: names of the adapters of all requests that run, of which there are no more than slots.
+        ``pinned``: names of the adapters of all requests that run, of which there are no more than slots.
         """
         keep = set(pinned)
         slots, loads = [], []
-        for adapter in wanted:
-            if adapter is None:
+        for name in names:
+            if name is None:
                 slots.append(-1)
                 continue
-            name, path = adapter
             if name not in self._slots:
-                loads.append((self._free(keep), path))
-                self._slots[name] = loads[-1][0]
+                slot = self._free(keep)
+                self._slots[name] = slot
+                loads.append((slot, path_of(name)))
                 self.num_loads += 1
             self._slots.move_to_end(name)
             slots.append(self._slots[name])
@@ -92,3 +87,17 @@ class AdapterSlots:
             if name not in keep:
                 return self._slots.pop(name)
         raise RuntimeError(f"requests run with more than {self._num_slots} LoRA adapters")
+
+
+def without(chunks: Sequence[Chunk], names: Container[str | None]) -> tuple[list[Chunk], list[int]]:
+    """The chunks whose adapters are not among these, and which rows of all chunks' logits are theirs."""
+    kept: list[Chunk] = []
+    rows: list[int] = []
+    row = 0
+    for chunk in chunks:
+        count = len(chunk.wanted) + chunk.own_row
+        if chunk.sequence.adapter not in names:
+            kept.append(chunk)
+            rows += range(row, row + count)
+        row += count
+    return kept, rows

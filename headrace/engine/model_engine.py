@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
-from headrace.engine.adapter_slots import AdapterSlots
+from headrace.engine.adapter_slots import AdapterSlots, without
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.beams import Beams
 from headrace.engine.guided import GuidedRequests, TokenConstraint
@@ -256,7 +256,8 @@ class ModelEngine:
         if chunks:
             plan = StepPlan.of(chunks, self._cache)
             if any(chunk.sequence.adapter is not None for chunk in chunks):
-                plan = self._with_adapters(plan, chunks)
+                names = [chunk.sequence.adapter for chunk in chunks]
+                plan = plan.with_adapters(*self._adapters.place(names, self._scheduler.running_adapters()))
             arrays = plan.arrays()
             if self._broadcast is not None:
                 self._broadcast(arrays)
@@ -274,7 +275,7 @@ class ModelEngine:
         self._reset_prefix_cache = True
 
     def stats(self) -> dict[str, float]:
-        """Gauges: requests by state and KV blocks. Counters: steps, preemptions, generated tokens, and tokens computed in all."""
+        """Gauges: requests by state, KV blocks, LoRA adapters. The others are counters; of tokens: those generated and all computed."""
         counts = self._scheduler.counts
         return {
             "requests_waiting": counts[State.WAITING] + len(self._guided),
@@ -290,6 +291,8 @@ class ModelEngine:
             "kv_blocks_allocated": self._cache.num_allocated,
             "kv_blocks_reused": self._cache.num_reused,
             "kv_blocks_missed": self._cache.num_missed,
+            "loras_loaded": len(self._adapters),
+            "lora_loads": self._adapters.num_loads,
         }
 
     def close(self) -> None:
@@ -297,32 +300,18 @@ class ModelEngine:
         self._guided.close()
         self._runner.close()
 
-    def _with_adapters(self, plan: StepPlan, chunks: Sequence[Chunk]) -> StepPlan:
-        wanted = []
-        for chunk in chunks:
-            name, path = chunk.sequence.adapter, self._live[chunk.sequence.request_id].request.lora
-            wanted.append(None if name is None or path is None else (name, path))
-        return plan.with_adapters(*self._adapters.place(wanted, self._scheduler.running_adapters()))
-
     def _drop_failed(
         self, failed: dict[int, str], chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs
     ) -> tuple[list[Chunk], Float32 | None]:
         """End all requests of adapters that could not be loaded; the other chunks, and their rows of the logits."""
         reasons = {self._adapters.forget(slot): why for slot, why in failed.items()}
-        kept: list[Chunk] = []
-        rows: list[int] = []
-        row = 0
-        for chunk in chunks:
-            count = len(chunk.wanted) + chunk.own_row
-            if chunk.sequence.adapter not in reasons:
-                kept.append(chunk)
-                rows += range(row, row + count)
-            row += count
-        for live in list(self._live.values()):
+        # Sequences of one beam search stand for one request.
+        for live in {id(live): live for live in self._live.values()}.values():
             if live.sequence.adapter in reasons:
                 self._fail(live, reasons[live.sequence.adapter], outputs)
         # Their rows were computed without the adapter, and what that left in the cache has the adapter's name.
         self._scheduler.forget_prefixes()
+        kept, rows = without(chunks, reasons)
         return kept, None if logits is None else logits[rows]
 
     def _update(self, chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs) -> None:

@@ -18,6 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine.base import Float32
 from headrace.engine.models import FAMILIES, open_checkpoint
 from headrace.engine.plan import StepPlan
+from headrace.engine.runners import torch_attention
 from headrace.engine.runners.torch_runner import TorchRunner
 from tests.threaded import ThreadWorld
 
@@ -180,6 +181,16 @@ def test_logits_and_greedy_text_equal_those_of_transformers(name: str, size: int
     with open_checkpoint(folder) as checkpoint:
         assert checkpoint.config.family == MODELS[name][0]
         np.testing.assert_allclose(run(checkpoint, size, reference), reference.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("products", [1, 700])
+def test_capped_products_may_be_made_in_pieces(
+    products: int, folders: Callable[[str], tuple[Path, Reference]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_attention, "CAPPED_PRODUCTS", products)
+    folder, reference = folders("gemma2")
+    with open_checkpoint(folder) as checkpoint:
+        np.testing.assert_allclose(run(checkpoint, 1, reference), reference.logits, atol=1e-4, rtol=1e-4)
 
 
 def test_every_family_is_compared() -> None:

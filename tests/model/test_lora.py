@@ -136,7 +136,48 @@ def test_more_adapters_than_places_take_turns_and_share_no_cache(tmp_path: Path)
     for _ in range(2):
         tokens, errors = run(engine, {index: (prompt, folder) for index, folder in enumerate(order)})
         assert not errors and tokens == {index: expected[folder] for index, folder in enumerate(order)}
-    assert len(runner._adapters) == 2
+    assert len(runner._adapters) == 2 and engine.stats()["loras_loaded"] == 2 and engine.stats()["lora_loads"] >= 8
+
+
+def test_a_beam_search_keeps_its_adapter(tmp_path: Path) -> None:
+    """Beside requests with another one and with none."""
+    model, prompt = random_model(tiny_config(), seed=9), tokens_of(4, 21)
+    merged = write_adapter(tmp_path / "a", model, seed=1)
+    write_adapter(tmp_path / "b", model, seed=2)
+    params = SamplingParams(max_tokens=6, n=3, use_beam_search=True)
+
+    def search(engine: ModelEngine, lora: str | None) -> list[tuple[list[int], float]]:
+        engine.submit(EngineRequest(50, prompt, params, 6, seed=0, lora=lora))
+        engine.submit(EngineRequest(51, prompt, SamplingParams(max_tokens=6), 6, seed=0, lora=str(tmp_path / "b")))
+        engine.submit(EngineRequest(52, prompt, SamplingParams(max_tokens=6), 6, seed=0))
+        found: list[Any] = []
+        while engine.has_work:
+            outputs = engine.step()
+            assert not outputs.errors
+            found += outputs.beams.get(50, [])
+        return [(list(beam.token_ids), beam.cumulative_logprob) for beam in found]
+
+    expected = search(ModelEngine(config(), runner_of(merged)), None)
+    found = search(ModelEngine(config(), runner_of(model)), str(tmp_path / "a"))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected] and len(found) == 3
+    np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], atol=1e-4)
+
+
+def test_a_beam_search_whose_adapter_cannot_be_loaded_again_ends_once(tmp_path: Path) -> None:
+    """As when it was preempted, another adapter has taken the place of its own, and the file is gone."""
+    model, prompt = random_model(tiny_config(), seed=9), tokens_of(4, 21)
+    write_adapter(tmp_path / "a", model, seed=1)
+    engine = ModelEngine(config(), runner_of(model))
+    params = SamplingParams(max_tokens=20, n=3, use_beam_search=True)
+    engine.submit(EngineRequest(1, prompt, params, 20, seed=0, lora=str(tmp_path / "a")))
+    for _ in range(3):
+        assert not engine.step().errors
+    assert engine.stats()["loras_loaded"] == 1
+    (tmp_path / "a").rename(tmp_path / "hidden")
+    engine._adapters._slots.clear()
+    outputs = engine.step()
+    assert outputs.request_ids == [1] and "could not be loaded on rank 0" in outputs.errors[1]
+    assert not engine.has_work and engine.stats()["kv_blocks_used"] == 0
 
 
 def test_an_adapter_that_is_written_anew_is_another_one(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headrace import LoraRequest, RequestError
 from headrace.engine.adapter_slots import AdapterSlots
 from headrace.engine.kv_cache import KVCache
+from headrace.engine.models.adapters import fingerprint, path_of
 from headrace.engine.plan import StepPlan, decode_loads, encode_loads
 from headrace.engine.scheduler import Scheduler
 from headrace.lora import AdapterConfig, read_adapter_config
@@ -25,23 +26,29 @@ def slots_of(number: int) -> AdapterSlots:
     return AdapterSlots(tiny_config(), number, 8)
 
 
+def names(*adapters: str) -> list[str]:
+    """As ``fingerprint`` makes them."""
+    return [f"/{adapter} 1:2:3 4:5:6" for adapter in adapters]
+
+
 def test_the_one_longest_unused_gives_way_unless_it_is_pinned() -> None:
     slots = slots_of(2)
-    a, b, c = ("a", "/a"), ("b", "/b"), ("c", "/c")
-    assert slots.place([a, None, b, a], ["a", "b"]) == ([0, -1, 1, 0], [(0, "/a"), (1, "/b")])
-    assert slots.place([a], ["a"]) == ([0], [])
-    assert slots.place([c], ["c"]) == ([1], [(1, "/c")]), "b was used before a"
-    assert slots.place([b], ["a", "b"]) == ([1], [(1, "/b")]), "a is older but a request runs with it"
+    a, b, c = names("a", "b", "c")
+    assert slots.place([a, None, b, a], [a, b]) == ([0, -1, 1, 0], [(0, "/a"), (1, "/b")])
+    assert slots.place([a], [a]) == ([0], [])
+    assert slots.place([c], [c]) == ([1], [(1, "/c")]), "b was used before a"
+    assert slots.place([b], [a, b]) == ([1], [(1, "/b")]), "a is older but a request runs with it"
     assert (len(slots), slots.num_loads) == (2, 4)
     with pytest.raises(RuntimeError, match="more than 2 LoRA adapters"):
-        slots.place([c], ["a", "b", "c"])
+        slots.place([c], [a, b, c])
 
 
 def test_a_slot_whose_load_failed_is_free_again() -> None:
     slots = slots_of(1)
-    slots.place([("a", "/a")], ["a"])
-    assert slots.forget(0) == "a" and len(slots) == 0
-    assert slots.place([("a", "/a")], ["a"]) == ([0], [(0, "/a")])
+    (a,) = names("a")
+    slots.place([a], [a])
+    assert slots.forget(0) == a and len(slots) == 0
+    assert slots.place([a], [a]) == ([0], [(0, "/a")])
 
 
 @given(st.integers(1, 4), st.lists(st.lists(st.integers(0, 6), max_size=4), max_size=30))
@@ -49,12 +56,12 @@ def test_what_a_step_uses_is_loaded_and_nothing_twice(number: int, steps: list[l
     """Against what a runner then holds."""
     slots, held = slots_of(number), dict[int, str]()
     for step in steps:
-        wanted = [(str(adapter), f"/{adapter}") for adapter in step[:number]]
-        places, loads = slots.place(wanted, [name for name, _ in wanted])
+        wanted = names(*map(str, step[:number]))
+        places, loads = slots.place(wanted, wanted)
         for slot, path in loads:
             assert 0 <= slot < number and path not in held.values()
             held[slot] = path
-        assert [held[slot] for slot in places] == [path for _, path in wanted]
+        assert [held[slot] for slot in places] == [path_of(name) for name in wanted]
     assert len(slots) == len(held) <= number
 
 
@@ -135,6 +142,17 @@ def test_an_adapter_that_would_be_computed_wrongly_is_refused_where_the_request_
     with pytest.raises(RequestError, match=words) as caught:
         LoraRequest("mine", folder(tmp_path, config))
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_fingerprint_tells_where_an_adapter_is_and_whether_it_is_the_same(tmp_path: Path) -> None:
+    path = folder(tmp_path / "with a space", PLAIN)
+    with pytest.raises(RequestError, match="cannot be read"):
+        fingerprint(str(path))
+    (path / "adapter_model.safetensors").write_bytes(b"1")
+    first = fingerprint(str(path))
+    assert path_of(first) == str(path) and fingerprint(str(path)) == first
+    (path / "adapter_model.safetensors").write_bytes(b"12")
+    assert fingerprint(str(path)) != first
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:

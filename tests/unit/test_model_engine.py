@@ -337,6 +337,8 @@ def test_stats_are_by_state() -> None:
         "kv_blocks_allocated": 0,
         "kv_blocks_reused": 0,
         "kv_blocks_missed": 0,
+        "loras_loaded": 0,
+        "lora_loads": 0,
     }
     driver.step()
     driver.step()

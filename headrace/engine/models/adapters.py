@@ -36,6 +36,11 @@ def fingerprint(path: str) -> str:
     return " ".join([path, *(f"{state.st_ino}:{state.st_size}:{state.st_mtime_ns}" for state in states)])
 
 
+def path_of(name: str) -> str:
+    """The folder of the adapter with this fingerprint."""
+    return name.rsplit(" ", 2)[0]
+
+
 class AdapterFile:
     """An adapter's folder, opened and checked against the model that it is for. Raises RequestError for one that does not fit.
 

@@ -26,6 +26,9 @@ Int64 = npt.NDArray[np.int64]
 #: multiplied like everything else, and one long sequence must not make every short one as long
 MAX_PADDING = 2
 
+#: most products of queries and keys that are in memory at once where they are capped, unless one query has more
+CAPPED_PRODUCTS = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
@@ -45,9 +48,19 @@ class AttentionKind:
         """[..., n, D] over [..., m, D]. ``mask``: 0 or -inf, broadcast over [..., n, m]; None: n = m, and each sees those before it."""
         if self.softcap is None:
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        if mask is None:
+            mask = causal_mask(0, queries.shape[-2])
+        # In pieces, since here all the products of a piece are in memory at once.
+        rows = max(1, CAPPED_PRODUCTS // (queries[..., 0, 0].numel() * keys.shape[-2]))
+        mask = mask.expand(*mask.shape[:-2], queries.shape[-2], mask.shape[-1])
+        pieces = zip(torch.split(queries, rows, -2), torch.split(mask, rows, -2), strict=True)
+        return torch.cat([self._capped(piece, keys, own) @ values for piece, own in pieces], dim=-2)
+
+    def _capped(self, queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        """Softmax of capped products."""
+        assert self.softcap is not None
         scores = (queries @ keys.transpose(-1, -2)).mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
-        scores += causal_mask(0, queries.shape[-2]) if mask is None else mask
-        return scores.softmax(-1) @ values
+        return scores.add_(mask).softmax(-1)
 
 
 class Rows(Protocol):
