@@ -297,6 +297,8 @@ class LLM:
         *,
         lora_request: LoraRequest | None = None,
         cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput: ...
     @overload
     def chat(
@@ -307,6 +309,8 @@ class LLM:
         *,
         lora_request: LoraRequest | Sequence[LoraRequest | None] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]: ...
     def chat(
         self,
@@ -316,14 +320,24 @@ class LLM:
         *,
         lora_request: LoraRequest | Sequence[LoraRequest | None] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation, a list of {"role": ..., "content": ...}, or a list of them, through the model's chat template."""
+        """Answer one conversation, a list of {"role": ..., "content": ...}, or a list of them, through the model's chat template.
+
+        Args:
+            tools: JSON schemas of functions that the model may call, for all conversations.
+            chat_template_kwargs: what else the template takes: ``documents``, ``continue_final_message``, ``enable_thinking`` and so on, as
+                :meth:`headrace.text.chat_template.ChatTemplate.render` has them.
+
+        The other arguments are those of ``generate``.
+        """
         if messages and isinstance(messages[0], Mapping):
             if isinstance(sampling_params, Sequence):
                 raise RequestError("one conversation takes one SamplingParams, not a list of them")
-            prompts = [self._chat_prompt(messages)]
+            prompts = [self._chat_prompt(messages, tools, chat_template_kwargs)]
             return self._submit(self._requests.many(prompts, sampling_params, lora_request, cache_salt))[0].result()
-        prompts = [self._chat_prompt(conversation) for conversation in messages]
+        prompts = [self._chat_prompt(conversation, tools, chat_template_kwargs) for conversation in messages]
         return self._answer_all(self._requests.many(prompts, sampling_params, lora_request, cache_salt), use_tqdm)
 
     def chat_async(
@@ -336,10 +350,12 @@ class LLM:
         timeout: float | None = None,
         lora_request: LoraRequest | None = None,
         cache_salt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> GenerationResult:
-        """As ``generate_async``, for one conversation."""
+        """As ``generate_async``, for one conversation; ``tools`` and ``chat_template_kwargs`` as in ``chat``."""
         return self.generate_async(
-            self._chat_prompt(messages),
+            self._chat_prompt(messages, tools, chat_template_kwargs),
             sampling_params,
             streaming,
             priority=priority,
@@ -414,8 +430,13 @@ class LLM:
                 bar.update()
         return outputs
 
-    def _chat_prompt(self, messages: Conversation) -> Mapping[str, Any]:
-        return {"prompt": self.tokenizer.apply_chat_template(messages), "add_special_tokens": False}
+    def _chat_prompt(
+        self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None, further: Mapping[str, Any] | None
+    ) -> Mapping[str, Any]:
+        if not isinstance(further, Mapping | None):
+            raise RequestError(f"chat_template_kwargs must be a mapping, not {type(further).__name__}")
+        prompt = self.tokenizer.apply_chat_template(messages, **{**(further or {}), "tools": tools})
+        return {"prompt": prompt, "add_special_tokens": False}
 
 
 def _load_tokenizer(path: str | Path) -> Tokenizer:

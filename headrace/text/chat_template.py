@@ -23,6 +23,9 @@ TOOL_USE = "tool_use"
 #: names under which a message carries the model's reasoning
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
+#: Put behind the text that is to be continued, to find it again in the prompt. Templates that trim a text trim the space off its end.
+CONTINUE_HERE = "CONTINUE-THE-FINAL-MESSAGE-HERE "
+
 #: most levels of objects and lists within each other in a message
 MAX_DEPTH = 64
 
@@ -48,25 +51,42 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt. ``tools`` are JSON schemas; ``variables`` are whatever else the template reads, such as ``enable_thinking``.
+        """The prompt.
+
+        Args:
+            messages: each with a role, and a content that is a string or a list of parts; further fields as the template reads them, of
+                which ``tool_calls`` may have their arguments as JSON text.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: end with the content of the last message, for the model to go on with it.
+            tools: JSON schemas of functions.
+            documents: texts to answer from, as the template reads them; ``title`` and ``text`` mostly.
+            variables: whatever else the template reads, such as ``enable_thinking``.
 
         Raises RequestError for messages that are malformed or that the template refuses, and if the model has no template.
         """
         template = self._choose(tools is not None)
+        plain = _plain_messages(messages)
+        if continue_final_message:
+            if add_generation_prompt:
+                raise RequestError("continue_final_message and add_generation_prompt exclude each other")
+            final = _mark_end(plain[-1])
         values = self._special_tokens | {
-            "documents": None,
             **_plain_object(variables, "chat template variables"),
-            "messages": _plain_messages(messages),
+            "messages": plain,
             "tools": None if tools is None else _plain_objects(tools, "tools"),
+            "documents": None if documents is None else _plain_objects(documents, "documents"),
             "add_generation_prompt": bool(add_generation_prompt),
         }
         try:
-            return template.render(values)
+            prompt = template.render(values)
         except Exception as error:  # anything can come out of a foreign program; it concerns this conversation alone
             raise RequestError(f"the chat template refuses the messages: {_describe(error)}") from error
+        return _cut_behind(prompt, final) if continue_final_message else prompt
 
     def _choose(self, with_tools: bool) -> jinja2.Template:
         if not self._templates:
@@ -150,6 +170,29 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+def _mark_end(message: dict[str, Any]) -> str:
+    """Put ``CONTINUE_HERE`` behind the text of a message, or behind that of its last part that has one; the text."""
+    content = message.get("content")
+    holder: dict[str, Any] | None = message
+    name = "content"
+    if isinstance(content, list):
+        holder = next((part for part in reversed(content) if isinstance(part, dict) and isinstance(part.get("text"), str)), None)
+        name = "text"
+    if holder is None or not isinstance(holder.get(name), str):
+        raise RequestError("continue_final_message: the last message has no text to continue")
+    text: str = holder[name]
+    holder[name] = text + CONTINUE_HERE
+    return text
+
+
+def _cut_behind(prompt: str, text: str) -> str:
+    """The prompt up to the end of the text that is continued. If the template trims the text, its end is trimmed too."""
+    end = prompt.rfind(CONTINUE_HERE.strip())
+    if end < 0 or text.strip() not in prompt:
+        raise RequestError("continue_final_message: the chat template leaves the last message out, or changes it")
+    return prompt[:end] if prompt.startswith(CONTINUE_HERE, end) else prompt[:end].rstrip()
+
+
 def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
@@ -170,9 +213,28 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
 def _normalised(message: dict[str, Any]) -> dict[str, Any]:
     # Clients send null for what does not apply; templates only ask whether a key is there, and would print "None".
     message = {key: value for key, value in message.items() if value is not None}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_with_arguments(call) for call in calls]
     # Templates read reasoning_content, and a few thinking; clients send back whichever name their server gave it.
     reasoning = next((message[key] for key in REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning} | message | {"reasoning_content": reasoning}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object, which templates write in their own ways; clients give back the JSON text they got."""
+    if not isinstance(call, dict):
+        return call
+    inner = call.get("function")
+    if isinstance(inner, dict):
+        return call | {"function": _with_arguments(inner)}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call  # what a model wrote need not be JSON; the template says what it makes of it
+    return call | {"arguments": value} if isinstance(value, dict) else call
 
 
 def _plain_objects(values: Any, what: str) -> list[dict[str, Any]]:

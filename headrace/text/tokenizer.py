@@ -63,13 +63,23 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Messages (role, content) as prompt text; see :meth:`~headrace.text.chat_template.ChatTemplate.render`.
+        """Messages as prompt text; see :meth:`~headrace.text.chat_template.ChatTemplate.render`.
 
         The template writes the special tokens itself: encode the result with ``add_special_tokens=False``.
         """
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        return self.chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            **variables,
+        )
 
     def vocabulary(self) -> Vocabulary:
         """What a grammar needs to know of it. Raises ModelError if it cannot say what each of its tokens stands for."""
