@@ -1,16 +1,20 @@
-"""Tokenizer from a Hugging Face folder: ``tokenizer.json``, the special tokens and the chat templates beside it."""
+"""Tokenizer from a Hugging Face folder: ``tokenizer.json`` or ``tokenizer.model``, special tokens and chat templates beside it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from headrace.checkpoint.huggingface import read_json
 from headrace.errors import ModelError
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.rust_backend import RustBackend
+from headrace.text.tokenizer import Backend, Tokenizer
+
+if TYPE_CHECKING:
+    from headrace.text.sentencepiece_backend import SentencePieceBackend
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -20,9 +24,21 @@ FURTHER = ("additional_special_tokens", "extra_special_tokens")
 
 def load_from_folder(folder: Path) -> Tokenizer:
     """Raises ModelError if a file is missing or damaged."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json; tokenizers in other files cannot be read")
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            config |= read_json(folder / name)
+    special = {name: token for name in SPECIAL_TOKENS if (token := _content(config.get(name))) is not None}
+    if (folder / "tokenizer.json").is_file():
+        backend: Backend = _rust_backend(folder / "tokenizer.json", [*special.values(), *_further(config)])
+    elif (folder / "tokenizer.model").is_file():
+        backend = _sentencepiece_backend(folder, config, special)
+    else:
+        raise ModelError(f"{folder} has no tokenizer.json and no tokenizer.model; tokenizers in other files cannot be read")
+    return Tokenizer(backend, special, _chat_templates(folder, config))
+
+
+def _rust_backend(path: Path, special: list[str]) -> RustBackend:
     try:
         tokenizer = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception for everything that is wrong with it
@@ -30,13 +46,33 @@ def load_from_folder(folder: Path) -> Tokenizer:
     # Settings of whoever trained the tokenizer; a prompt is never cut or filled up in silence.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            config |= read_json(folder / name)
-    special = {name: token for name in SPECIAL_TOKENS if (token := _content(config.get(name))) is not None}
-    _mark_special(tokenizer, [*special.values(), *_further(config)])
-    return Tokenizer(tokenizer, special, _chat_templates(folder, config))
+    _mark_special(tokenizer, special)
+    return RustBackend(tokenizer)
+
+
+def _sentencepiece_backend(folder: Path, config: dict[str, Any], special: dict[str, str]) -> SentencePieceBackend:
+    """Settings mean what they mean to the tokenizers of Llama and Gemma in transformers. ``special`` is completed from the model."""
+    from headrace.text.sentencepiece_backend import Added, SentencePieceBackend
+
+    added: dict[str, Added] = {}
+    if (folder / "added_tokens.json").is_file():
+        added = {name: Added(id, special=True) for name, id in read_json(folder / "added_tokens.json").items() if isinstance(id, int)}
+    for id, token in (config.get("added_tokens_decoder") or {}).items():
+        if (name := _content(token)) is not None and str(id).isdecimal():
+            flags = [bool(isinstance(token, dict) and token.get(flag)) for flag in ("special", "lstrip", "rstrip")]
+            added[name] = Added(int(id), *flags)
+    prefix = "always" if config.get("legacy") is not False else "first"
+    if config.get("add_prefix_space") is False:
+        prefix = "never"
+    backend = SentencePieceBackend(folder / "tokenizer.model", added, prefix)
+    for name, token in backend.named_tokens().items():
+        special.setdefault(name, token)
+    # Without a word from the settings, BOS is added and EOS is not.
+    around = {name: backend.token_id(special[name]) for name in ("bos_token", "eos_token") if name in special}
+    bos = [id for id in (around.get("bos_token"),) if id is not None and config.get("add_bos_token") is not False]
+    eos = [id for id in (around.get("eos_token"),) if id is not None and config.get("add_eos_token") is True]
+    backend.around(bos, eos)
+    return backend
 
 
 def _content(token: Any) -> str | None:

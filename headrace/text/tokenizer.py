@@ -1,17 +1,43 @@
-"""``Tokenizer``: text to token ids and back, and chat messages to text. Built from a GGUF file or a Hugging Face folder."""
+"""``Tokenizer``: text to token ids and back, and chat messages to text. Built from a GGUF file or a Hugging Face folder.
+
+What a text is cut into is for a library to say, the one that owns the format: a ``Backend`` is what is needed of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from headrace.errors import RequestError
 from headrace.text.chat_template import ChatTemplate
-from headrace.text.detokenizer import Detokenizer, detokenizer_factory
-from headrace.text.vocabulary import Vocabulary, vocabulary_of
+from headrace.text.detokenizer import Detokenizer
+from headrace.text.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as RustTokenizer
+
+class Backend(Protocol):
+    """Ids and text by one library. Safe to use from several threads at once."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its name."""
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Ids of each text; the text of a special token becomes that token."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of ids; unknown ids give nothing."""
+
+    def detokenizers(self, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
+        """Build the shared table, which takes a while; call the result for each request."""
+
+    def vocabulary(self) -> Vocabulary:
+        """What a grammar needs to know. Raises ModelError if it cannot be said what each token stands for."""
+
+    def special_tokens(self) -> list[str]:
+        """Names of the special tokens."""
 
 
 class Tokenizer:
@@ -24,11 +50,11 @@ class Tokenizer:
         chat_template: the templates, false if the model has none.
     """
 
-    def __init__(self, tokenizer: RustTokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> None:
+    def __init__(self, backend: Backend, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> None:
         """``special_tokens``: ``bos_token``, ``eos_token`` and so on -> token. ``chat_templates``: name -> Jinja source."""
-        self._tokenizer = tokenizer
+        self._backend = backend
         self._factories: dict[bool, Callable[[], Detokenizer]] = {}
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = backend.vocab_size
         self.bos_token_id = self._token_id(special_tokens.get("bos_token"))
         self.eos_token_id = self._token_id(special_tokens.get("eos_token"))
         self.chat_template = ChatTemplate(chat_templates, special_tokens)
@@ -44,18 +70,18 @@ class Tokenizer:
         """Token ids of several prompts, encoded in parallel where that pays. Raises RequestError for what is not Unicode text."""
         for index, text in enumerate(texts):
             _check_text(text, f"prompt {index}" if len(texts) > 1 else "the prompt")
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        return self._backend.encode_batch(texts, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid bytes become U+FFFD, unknown ids nothing."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode(list(ids), skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one request. The first call builds the table that all share (tens of milliseconds)."""
         factory = self._factories.get(skip_special_tokens)
         if factory is None:
             # Two threads may both build it: the results are alike.
-            factory = self._factories[skip_special_tokens] = detokenizer_factory(self._tokenizer, skip_special_tokens)
+            factory = self._factories[skip_special_tokens] = self._backend.detokenizers(skip_special_tokens)
         return factory()
 
     def apply_chat_template(
@@ -83,14 +109,14 @@ class Tokenizer:
 
     def vocabulary(self) -> Vocabulary:
         """What a grammar needs to know of it. Raises ModelError if it cannot say what each of its tokens stands for."""
-        return vocabulary_of(self._tokenizer)
+        return self._backend.vocabulary()
 
     def special_tokens(self) -> list[str]:
         """Names of the special tokens."""
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        return self._backend.special_tokens()
 
     def _token_id(self, token: str | None) -> int | None:
-        return None if token is None else self._tokenizer.token_to_id(token)
+        return None if token is None else self._backend.token_id(token)
 
 
 def _check_text(text: object, what: str) -> None:

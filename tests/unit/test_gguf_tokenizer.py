@@ -9,6 +9,7 @@ import pytest
 
 from headrace.errors import ModelError, RequestError
 from headrace.text import Tokenizer, load_tokenizer
+from headrace.text.gguf_pre import PRE_TOKENIZERS
 from tests.gguf_writer import Typed, byte_tokenizer, gguf_bytes, write
 
 START, PAD = 1, 2
@@ -62,6 +63,34 @@ def test_control_and_user_defined_tokens(tmp_path: Path) -> None:
 def test_how_digits_are_cut(tmp_path: Path, pre: str, text: str, expected: list[str]) -> None:
     words = () if pre == "gpt-2" else ("12", "123", "1234")
     assert pieces(load(tmp_path, pre, words, ggml__add_bos_token=False), text) == expected
+
+
+TEXT = "I'LL say HTTPServer x12345 日本語かな,.;!\n\n  é don't/\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ("gpt-2", "phi-2", "default"),
+            "I|'|LL| say| HTTPServer| x|12345| 日本語かな|,.;!|\n\n | é| don|'t|/|\n",
+        ),
+        (("smollm", "starcoder", "refact", "command-r"), "I|'|LL| say| HTTPServer| x|1|2|3|4|5| 日本語かな|,.;!|\n\n | é| don|'t|/|\n"),
+        (("llama-bpe", "llama3", "dbrx"), "I|'LL| say| HTTPServer| x|123|45| 日本語かな|,.;!\n\n| | é| don|'t|/\n"),
+        (("qwen2", "deepseek-r1-qwen", "qwen35"), "I|'LL| say| HTTPServer| x|1|2|3|4|5| 日本語かな|,.;!\n\n| | é| don|'t|/\n"),
+        (("tekken",), "I|'LL| say| HTTPServer| x|1|2|3|4|5| 日本語かな|,.;!\n\n| | é| don|'t|/\n"),
+        (("gpt-4o", "llama4"), "I'LL| say| HTTPServer| x|123|45| 日本語かな|,.;!\n\n| | é| don't|/\n"),
+        (("deepseek-v3",), "I|'LL| say| HTTPServer| x|123|45| |日本語かな|,.;!\n\n| | é| don|'t|/\n"),
+        (("deepseek-coder",), "I|'|LL| say| HTTPServer| x|1|2|3|4|5| |日本語かな|,.;!|\n|\n| | é| don|'|t|/|\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_how_a_text_is_cut_before_merging(names: tuple[str, ...], expected: str) -> None:
+    """By hand from the expressions; between the cuts the text is whole."""
+    for name in names:
+        cuts = [TEXT[start:end] for _, (start, end) in PRE_TOKENIZERS[name].build().pre_tokenize_str(TEXT)]
+        assert "|".join(cuts) == expected, name
+        assert "".join(cuts) == TEXT
 
 
 def test_qwen_normalises_and_others_do_not(tmp_path: Path) -> None:
@@ -129,8 +158,12 @@ def test_prompts_with_surrogates_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"ggml__model": "llama"}, "a tokenizer of kind 'llama'"),
-        ({"ggml__pre": "tekken"}, "pre-tokenizer 'tekken' is not supported; default, gpt-2, llama-bpe, qwen2 and smollm are"),
+        ({"ggml__model": "t5"}, "a tokenizer of kind 't5'; 'gpt2', byte-level BPE, and 'llama', SentencePiece's BPE, can be read"),
+        (
+            {"ggml__pre": "superbpe"},
+            "pre-tokenizer 'superbpe' is not supported; codeshell, command-r, dbrx, .*, starcoder, tekken are",
+        ),
+        ({"ggml__model": "llama"}, "tokens but 0 scores"),
         ({"ggml__merges": ["a b", "nothing"]}, "merge 'nothing' is not a pair"),
         ({"ggml__merges": ["zz zz"]}, "its tokenizer cannot be built"),
         ({"ggml__token_type": Typed("i32", [1, 1])}, "but 2 token types"),
