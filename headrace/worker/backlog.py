@@ -38,6 +38,8 @@ class Backlog:
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self._bytes = 0
+        # Held by all slots together; read by the control thread.
+        self.tokens = 0
 
     def __len__(self) -> int:
         """Requests that have something to report."""
@@ -56,6 +58,7 @@ class Backlog:
             if slot is None:
                 slot = self._slots[request_id] = _Slot()
             slot.token_ids.extend(outputs.token_ids[start : start + count])
+            self.tokens += count
             if finish:
                 slot.finish = FinishReason(finish)
                 slot.stop_reason = outputs.stop_reasons.get(request_id)
@@ -87,6 +90,7 @@ class Backlog:
         for request_id, count in zip(frame.request_ids, frame.counts, strict=True):
             slot = self._slots[request_id]
             del slot.token_ids[:count]
+            self.tokens -= count
             for kind in (*PER_TOKEN, *PER_PROMPT):
                 if (rows := getattr(frame, kind).get(request_id)) is not None:
                     self._bytes -= slot.rows[kind].drop(len(rows))

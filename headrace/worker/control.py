@@ -52,9 +52,7 @@ class ControlServer:
             if isinstance(message, Ping):
                 return Pong(steps=self._leader.steps, step_age=self._leader.step_age())
             if isinstance(message, GetStats):
-                leader = self._leader
-                counters = {"bad_messages": leader.bad_messages, "deadlines_expired": leader.deadlines_expired}
-                return Stats(values=self._engine.stats() | counters)
+                return Stats(values=self._engine.stats() | self._counters())
             if isinstance(message, GetKvEvents):
                 events = self._engine.kv_events
                 return KvEvents(*events.read(message.after, min(message.limit, PAGE)), events.identity)
@@ -68,6 +66,15 @@ class ControlServer:
         except Exception as error:
             log.exception("control call %s failed", type(message).__name__)
             return ControlError(f"{type(error).__name__}: {error}")
+
+    def _counters(self) -> dict[str, float]:
+        leader = self._leader
+        return {
+            "bad_messages": leader.bad_messages,
+            "deadlines_expired": leader.deadlines_expired,
+            "backlog_requests": len(leader.backlog),
+            "backlog_tokens": leader.backlog.tokens,
+        }
 
     def _serve(self) -> None:
         while True:

@@ -106,6 +106,11 @@ class Leader:
         """Whether there is a step to run, and room for what it brings."""
         return self._engine.has_work and not self._backlog.full
 
+    @property
+    def backlog(self) -> Backlog:
+        """What the result channel did not take yet. For the control thread: only its numbers."""
+        return self._backlog
+
     def step_age(self) -> float:
         """Seconds since the running step began; 0 between steps. For the control thread."""
         began = self.step_began
