@@ -51,7 +51,7 @@ from headrace.errors import ClosedError, EngineDeadError, HeadraceError, Startup
 #: Of a close's budget, the part at its end that is kept for killing what did not leave by itself, in seconds (at most half the budget).
 KILL_RESERVE = 1.0
 #: Seconds between two kills of a world that does not die.
-KILL_AGAIN = 1.0
+KILL_AGAIN = 0.5
 
 
 class WorldState(enum.Enum):

@@ -47,7 +47,7 @@ class World:
         # Before there is anything to clear up.
         self.monitor = WorldMonitor(launcher.launch(session.path, session.path / FILE_NAME, self._config.tensor_parallel_size))
         session.make()
-        self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self._config)
+        self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self.monitor.world.pid, self._config)
         self.init = bind_served(bootstrap.address("init"), bootstrap.key)
         self.results = bind_pair(bootstrap.address("result"), bootstrap.key)
         self.requests = bind_pair(bootstrap.address("request"), bootstrap.key)

@@ -20,10 +20,13 @@ SOCKETS = ("request", "result", "init", "control")
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """``endpoints``: channel name -> endpoint. ``plan_endpoint`` has ``{rank}`` in it, one plan channel for each rank but the first."""
+    """``endpoints``: channel name -> endpoint. ``plan_endpoint`` has ``{rank}`` in it, one plan channel for each rank but the first.
+    ``owner_pid`` and ``root_pid``: the user process, and the one that starts the ranks for it; no rank outlives either.
+    """
 
     key: bytes
     owner_pid: int
+    root_pid: int
     endpoints: dict[str, str]
     plan_endpoint: str
     config: EngineConfig
@@ -38,11 +41,12 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
         return Address(channel=channel, endpoint=endpoint, peer=f"rank{rank}-{secret}")
 
 
-def local_bootstrap(folder: Path, key: bytes, config: EngineConfig) -> Bootstrap:
+def local_bootstrap(folder: Path, key: bytes, root_pid: int, config: EngineConfig) -> Bootstrap:
     """A bootstrap for a world on this machine: every socket is a file in ``folder``."""
     return Bootstrap(
         key=key,
         owner_pid=os.getpid(),
+        root_pid=root_pid,
         endpoints={channel: f"ipc://{folder}/{channel}" for channel in SOCKETS},
         plan_endpoint=f"ipc://{folder}/plan.{{rank}}",
         config=config,

@@ -131,7 +131,7 @@ def main() -> None:
     # First of all: until then the signal that asks for stacks would end the process.
     show_stacks_on_signal()
     bootstrap = read_bootstrap(Path(sys.argv[1]))
-    guard(bootstrap.owner_pid)
+    guard(bootstrap.owner_pid, bootstrap.root_pid)
     world = MpiWorld()
     set_process_name(f"headrace:{world.rank}")
     report = Reporter(bootstrap, world)

@@ -20,24 +20,24 @@ def set_process_name(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def guard(owner_pid: int) -> None:
-    """Die when the owner dies. Exits at once if it is dead already.
+def guard(*pids: int) -> None:
+    """Die when one of these processes dies, or the parent. Exits at once if one is dead already.
 
     Two means, because each has a hole: the kernel's parent-death signal works even while this process is stuck in a C call, but it tells
-    only of mpiexec, not of the user process behind it; the pidfds tell of both, but need a thread that gets to run.
+    only of mpiexec, not of the user process behind it, and not of an mpiexec that died before this call, for then the parent is another;
+    the pidfds tell of all, but need a thread that gets to run.
     """
     try:
-        owner = os.pidfd_open(owner_pid)
-        parent = os.pidfd_open(os.getppid())
+        watched = [os.pidfd_open(pid) for pid in (*pids, os.getppid())]
     except ProcessLookupError:
         os._exit(EXIT_ORPHANED)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    threading.Thread(target=_watch, args=(owner, parent), name="headrace-guard", daemon=True).start()
+    threading.Thread(target=_watch, args=(watched,), name="headrace-guard", daemon=True).start()
 
 
-def _watch(owner: int, parent: int) -> None:
+def _watch(watched: list[int]) -> None:
     poll = select.poll()
-    poll.register(owner, select.POLLIN)
-    poll.register(parent, select.POLLIN)
+    for fd in watched:
+        poll.register(fd, select.POLLIN)
     poll.poll()
     os._exit(EXIT_ORPHANED)

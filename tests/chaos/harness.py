@@ -42,6 +42,10 @@ ROOT = Path(__file__).resolve().parents[2]
 GROWTH = 64 << 20
 WARM_UP = 5
 
+#: seconds that are promised from the end of a world until everybody was told, and until everything is gone, on a machine that has time
+TOLD = 1.0
+GONE = 2.0
+
 #: violations that a summary lists
 SHOWN = 20
 
@@ -88,11 +92,14 @@ class Report:
     # From the signal that ended a world: until its last request had ended, and until its last process was gone; the longest, in seconds.
     worst_told: float = 0.0
     worst_gone: float = 0.0
+    # Endings for which one of the two took longer than is promised.
+    slow: list[str] = field(default_factory=list)
     peak_rss: int = 0
 
     def add(self, other: Report) -> None:
         """Sums and maxima."""
         self.violations += other.violations
+        self.slow += other.slow
         for name in ("faults", "outcomes", "refused", "endings"):
             getattr(self, name).update(getattr(other, name))
         for name in ("worlds", "restarts", "replayed"):
@@ -114,6 +121,7 @@ class Report:
             f"submits refused   {listed(self.refused)}",
             f"losses            {self.outcomes[LOST]}",
             f"after the end     all told within {self.worst_told:.2f} s, all gone within {self.worst_gone:.2f} s",
+            *(f"SLOW              {line}" for line in self.slow),
             f"peak memory       {self.peak_rss >> 20} MiB",
             *(f"VIOLATION         {line}" for line in self.violations[:SHOWN]),
             *([f"                  and {len(self.violations) - SHOWN} more"] if len(self.violations) > SHOWN else []),
@@ -167,6 +175,7 @@ class Run:
                     wrong.append(f"processes live on: {marked.describe(survivors)}")
         except Exception as error:
             wrong.append(f"the harness met {type(error).__name__}: {error}")
+        self._struck.clear()  # they keep descriptors
         wrong += _left_behind(before)
         self.report.endings[self._episode.ending.kind] += 1
         self.report.violations = [f"{self._episode.name}: {line}" for line in wrong]
@@ -320,12 +329,21 @@ class Run:
         crowd.over.set()
         if not eventually(lambda: executor.state is not WorldState.READY and executor.counters()["live"] == 0):
             yield f"requests outlive their world: {executor!r}"
-        self.report.worst_told = max(self.report.worst_told, time.monotonic() - struck)
+        told = time.monotonic() - struck
+        self.report.worst_told = max(self.report.worst_told, told)
+        if told > TOLD:
+            self._note_slow(f"told after {told:.2f} s")
         self._note_gone(marked, struck)
 
     def _note_gone(self, marked: Marked, struck: float) -> None:
         marked.wait_gone(LONG)
-        self.report.worst_gone = max(self.report.worst_gone, time.monotonic() - struck)
+        gone = time.monotonic() - struck
+        self.report.worst_gone = max(self.report.worst_gone, gone)
+        if gone > GONE:
+            self._note_slow(f"gone after {gone:.2f} s")
+
+    def _note_slow(self, what: str) -> None:
+        self.report.slow.append(f"{self._episode.name}: {what} ({self._episode.ending}), load {os.getloadavg()[0]:.1f}")
 
     # --- a user process of its own
 
@@ -345,11 +363,10 @@ class Run:
             yield f"the user process ended by itself, with {process.returncode}"
         self.report.faults["SIGKILL of the user process"] += 1
         self._note_gone(marked, struck)
-        # One that was killed before it had a janitor leaves its folder to the next start.
-        if any(base.iterdir()):
-            self.report.endings["user, its folder left to the next start"] += 1
-        session.sweep(base)
-        yield from (f"the next start does not remove {path}" for path in base.iterdir() if not _is_new(path))
+        # With restarts the plan may have killed the janitor just before, and with both dead the folder is left to the next start.
+        if self._episode.restart:
+            session.sweep(base)
+        yield from (f"left behind: {path}" for path in base.iterdir())
         shutil.rmtree(base)
 
 
@@ -385,11 +402,6 @@ def _continue(stopped: list[int]) -> None:
         fd = stopped.pop()
         send(fd, signal.SIGCONT)
         os.close(fd)
-
-
-def _is_new(path: Path) -> bool:
-    """A folder without a lock in it may be one that is just being made, so the next start leaves it for a while."""
-    return not (path / session.LOCK_NAME).exists()
 
 
 def _left_behind(before: Resources) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 from headrace.executor import session
 from headrace.executor.launchers import janitor
 from headrace.executor.launchers.job import start_job
+from headrace.worker.guard import EXIT_ORPHANED
 
 #: seconds that anything here may take at most; nothing waits for them to pass
 LONG = 20.0
@@ -279,6 +280,35 @@ def test_an_owner_whose_number_is_free_is_dead(tmp_path):
     result = run("/bin/sh", "-c", f"touch {tmp_path}/started", owner=child.pid, folder=tmp_path / "none")
     assert result.returncode == janitor.EXIT_ORPHANED and result.stderr == ""
     assert not (tmp_path / "started").exists()
+
+
+GUARDED = """
+import sys, time
+from headrace.worker.guard import guard
+guard(*map(int, sys.argv[1:]))
+print("guarded", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_outlives_neither_its_user_process_nor_the_one_that_starts_it(victim, when):
+    """A25: also a rank that comes to look only after its mpiexec has died, and so has another parent."""
+    watched = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+    if when == "before":
+        watched[victim].kill()
+        watched[victim].wait()
+    command = [sys.executable, "-c", GUARDED, *(str(process.pid) for process in watched)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        if when == "after":
+            assert rank.stdout.readline() == "guarded\n"
+            watched[victim].kill()
+        assert rank.wait(LONG) == EXIT_ORPHANED
+    for process in watched:
+        process.kill()
+        process.wait()
 
 
 HOLDER = """

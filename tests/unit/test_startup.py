@@ -74,7 +74,7 @@ def test_a_rank_waits_for_a_user_process_that_is_stopped(monkeypatch):
     monkeypatch.setattr(zmq_channel, "connect_served", memory_channel.connect_served)
     monkeypatch.setattr(worker, "NOTIFY_TIMEOUT", 0.02)
     config = EngineConfig(model="echo", runner="echo")
-    bootstrap = Bootstrap(key=new_key(), owner_pid=0, endpoints={"init": "memory://reporter"}, plan_endpoint="", config=config)
+    bootstrap = Bootstrap(key=new_key(), owner_pid=0, root_pid=0, endpoints={"init": "memory://reporter"}, plan_endpoint="", config=config)
     binder = memory_channel.bind_served(bootstrap.address("init"), bootstrap.key)
     reporter = worker.Reporter(bootstrap, World())
     rank = threading.Thread(target=reporter.hello)
@@ -110,8 +110,8 @@ def test_a_rank_that_cannot_start_reports_why_and_aborts_the_world(deaf, monkeyp
                 raise NotAcknowledgedError("nobody answers this either")
 
     for name, value in {
-        "read_bootstrap": lambda path: type("Bootstrap", (), {"owner_pid": 0}),
-        "guard": lambda pid: None,
+        "read_bootstrap": lambda path: type("Bootstrap", (), {"owner_pid": 0, "root_pid": 0}),
+        "guard": lambda *pids: None,
         "show_stacks_on_signal": lambda: None,
         "MpiWorld": lambda: world,
         "set_process_name": lambda name: None,
