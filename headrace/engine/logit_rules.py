@@ -1,8 +1,9 @@
 """What changes a request's logits before a token is chosen from them: bias, penalties, the user's callables, and what is forbidden.
 
 The order, of which ``LogitRules`` is the list, is that of transformers' generate and vLLM: logit bias; repetition penalty; presence and
-frequency penalty; the user's logits processors; and then what is forbidden, by bad tokens, n-grams, ``min_tokens``, and guided decoding,
-so that no callable can allow it again. Temperature, top-k, top-p and min-p follow (``sampler``).
+frequency penalty; the user's logits processors; and then what is forbidden, by bad tokens, n-grams and ``min_tokens``, so that no callable
+can allow it again. What guided decoding forbids comes behind all of them (``live``), then temperature, top-k, top-p and min-p
+(``sampler``).
 
 A request without such parameters has no rules, and pays nothing. The others keep state that grows with each token and is never worked out
 anew: a rule catches up with the sequence's tokens when it is applied, so one that was preempted, or that comes from a world that has died,
@@ -32,16 +33,6 @@ class LogitRule(Protocol):
         """Change ``logits`` [V] in place. ``tokens``: prompt and output so far, which only grow from one call to the next."""
 
 
-class TokenConstraint(Protocol):
-    """What guided decoding allows next; fed with every token of the output, from the first on."""
-
-    def mask(self, logits: Float32) -> None:
-        """Set to -inf, in place, what may not come next. ``logits``: [V]."""
-
-    def accept(self, token: int) -> None:
-        """The next token of the output. Raises RequestError for one that was not allowed."""
-
-
 class LogitRules:
     """All rules of one request, in their order."""
 
@@ -51,9 +42,7 @@ class LogitRules:
         self._rules = tuple(rules)
 
     @classmethod
-    def of(
-        cls, request: EngineRequest, ends: frozenset[int], vocab_size: int, constraint: TokenConstraint | None = None
-    ) -> LogitRules | None:
+    def of(cls, request: EngineRequest, ends: frozenset[int], vocab_size: int) -> LogitRules | None:
         """The rules of a request; None if it has none. ``ends``: tokens that end it.
 
         Raises RequestError for token ids that the vocabulary lacks, and for logits processors that cannot be loaded.
@@ -81,8 +70,6 @@ class LogitRules:
             # One that the vocabulary lacks never comes.
             reachable = np.array([token for token in ends if token < vocab_size], np.int64)
             rules.append(_MinTokens(reachable, output + params.min_tokens))
-        if constraint is not None:
-            rules.append(_Constrained(constraint, output))
         return cls(rules) if rules else None
 
     def apply(self, logits: Float32, tokens: array[int]) -> None:
@@ -227,16 +214,3 @@ class _MinTokens:
     def apply(self, logits: Float32, tokens: array[int]) -> None:
         if len(tokens) < self._length:
             logits[self._ends] = FORBIDDEN
-
-
-class _Constrained:
-    """Guided decoding, which is told the output token by token."""
-
-    def __init__(self, constraint: TokenConstraint, output: int) -> None:
-        self._constraint, self._next = constraint, output
-
-    def apply(self, logits: Float32, tokens: array[int]) -> None:
-        for token in tokens[self._next :]:
-            self._constraint.accept(token)
-        self._next = len(tokens)
-        self._constraint.mask(logits)

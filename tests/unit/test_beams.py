@@ -110,6 +110,7 @@ def test_an_id_stays_taken_while_any_beam_lives() -> None:
         engine.step()
         with pytest.raises(ValueError, match="request 1 is live already"):
             engine.submit(1, [5], SamplingParams())
+        assert [live.request.request_id for live in engine.engine._live] == [1], "one request, however many sequences"
     assert len(engine.run()[1].beams) == 1
 
 

@@ -205,7 +205,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
     undisturbed, driver = Driver(), Driver()
     submit(undisturbed)
     undisturbed.run()
-    monkeypatch.setattr("headrace.engine.model_engine.sample", faulty)
+    monkeypatch.setattr("headrace.engine.live.sample", faulty)
     submit(driver)
     driver.run()
     for request_id in (1, 2, 3, 4):
