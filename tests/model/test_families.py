@@ -1,4 +1,4 @@
-"""Tiny random models: against transformers, over every number of ranks, in every type, and with NaN in one request."""
+"""Tiny random models: over every number of ranks, in every type, and with NaN in one request."""
 
 from __future__ import annotations
 
@@ -56,60 +56,16 @@ def logits_of(runner: TorchRunner, tokens: Tokens) -> Float32:
     return logits
 
 
-# --- against transformers -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True, "num_heads": 4, "num_kv_heads": 4},
-        {"num_kv_heads": 1, "rope_theta": 500000.0, "rms_norm_eps": 1e-2},
-    ],
-    ids=["grouped", "tied", "one-kv-head"],
-)
-def test_logits_equal_those_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
-    import torch
-    from safetensors.numpy import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = random_model(tiny_config(**changes), seed=1)
-    save_file(model.tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    fields = {name: getattr(model.config, name) for name in SAME_NAMES}
-    written = LlamaConfig(
-        num_hidden_layers=model.config.num_layers,
-        num_attention_heads=model.config.num_heads,
-        num_key_value_heads=model.config.num_kv_heads,
-        max_position_embeddings=model.config.max_seq_len,
-        rope_parameters={"rope_type": "default", "rope_theta": model.config.rope_theta},
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        architectures=["LlamaForCausalLM"],
-        attn_implementation="eager",
-        **fields,
-    )
-    written.save_pretrained(tmp_path)
-    tokens = tokens_of(2, 50)
-    reference = LlamaForCausalLM(written).eval()
-    loaded = reference.load_state_dict({name: torch.from_numpy(array) for name, array in model.tensors.items()}, strict=False)
-    assert not loaded.unexpected_keys and loaded.missing_keys == ["lm_head.weight"] * model.config.tie_word_embeddings
-    with torch.inference_mode():
-        expected = reference(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
-    with open_checkpoint(tmp_path) as checkpoint:
-        runner = runner_of(checkpoint)
-    np.testing.assert_allclose(logits_of(runner, tokens), expected, atol=2e-5, rtol=1e-5)
-
-
-SAME_NAMES = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "rms_norm_eps", "tie_word_embeddings")
-
-
 # --- one step, many sequences ---------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_and_decoding_in_one_step_give_the_logits_of_whole_prompts() -> None:
+GEMMA2 = {"family": "gemma2", "sliding_window": 11, "window_pattern": (True, False), "attention_softcap": 5.0, "final_softcap": 9.0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"family": "mistral", "sliding_window": 6}, GEMMA2], ids=["plain", "windows", "capped"])
+def test_chunks_and_decoding_in_one_step_give_the_logits_of_whole_prompts(changes: dict[str, Any]) -> None:
     """Four sequences at once: one decodes, one continues its prefill, one begins, and a long one decodes in a group of its own."""
-    runner = runner_of(random_model(tiny_config()))
+    runner = runner_of(random_model(tiny_config(**changes)))
     prompts = [tokens_of(10 + index, count) for index, count in enumerate((9, 30, 13, 70))]
     whole = [logits_of(runner, prompt) for prompt in prompts]
     tables = [ints(0, 40, 7), ints(*range(10, 18)), ints(60, 2, 3, 59), ints(*range(20, 38))]
@@ -215,9 +171,12 @@ def test_a_family_that_is_not_known_is_refused() -> None:
 # --- types and context ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, GEMMA2, {"family": "qwen3", "qkv_bias": True, "output_bias": True}], ids=["llama", "gemma2", "qwen3"]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 0.05), ("bfloat16", 0.4)])
-def test_weights_and_cache_may_be_stored_in_half_the_bytes(dtype: str, tolerance: float) -> None:
-    model, tokens = random_model(tiny_config()), tokens_of(5, 30)
+def test_weights_and_cache_may_be_stored_in_half_the_bytes(dtype: str, tolerance: float, changes: dict[str, Any]) -> None:
+    model, tokens = random_model(tiny_config(**changes)), tokens_of(5, 30)
     expected = logits_of(runner_of(model), tokens)
     runner = runner_of(model, dtype=dtype)
     assert runner.dtype == dtype
@@ -296,8 +255,10 @@ def test_preemption_and_chunks_change_no_token() -> None:
     assert {index: generate(runner, {index: prompt})[0][index] for index, prompt in prompts.items()} == expected
 
 
+SAME_NAMES = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "rms_norm_eps", "tie_word_embeddings")
+
+
 def test_configuration_of_the_written_folder_is_read_back(tmp_path: Path) -> None:
-    """The fixture of the comparison with transformers says what the checkpoint reader then finds."""
     from safetensors.numpy import save_file
 
     model = random_model(tiny_config())

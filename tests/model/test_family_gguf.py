@@ -9,9 +9,11 @@ import gguf
 import numpy as np
 import pytest
 
+from headrace.checkpoint import ModelConfig
 from headrace.engine.models import FAMILIES, open_checkpoint
 from headrace.engine.models.from_gguf import open_gguf
-from tests.gguf_writer import Tensor, f32, gguf_bytes, interleave, write
+from headrace.errors import ModelError
+from tests.gguf_writer import Tensor, Typed, f32, gguf_bytes, interleave, write
 from tests.model.test_family_logits import CONTEXT, LLAMA3, LONGROPE, YARN, Reference, reference_model, run
 
 #: name -> (GGUF's architecture, transformers' configuration class, what differs from the small model)
@@ -113,22 +115,46 @@ def test_every_family_that_gguf_has_is_compared() -> None:
     assert {name for name, _, _ in MODELS.values()} == {family.gguf.architecture for family in FAMILIES.values() if family.gguf}
 
 
+GEMMA = {
+    "context_length": CONTEXT,
+    "embedding_length": 96,
+    "feed_forward_length": 8,
+    "attention.head_count": 4,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
+
+
+def config_of(path: Path, architecture: str, **values: Any) -> ModelConfig:
+    """Of a file without layers."""
+    metadata = {f"{architecture}.{key.replace('__', '.')}": value for key, value in (GEMMA | values).items()}
+    data = gguf_bytes({"general.architecture": architecture} | metadata, {"token_embd.weight": f32(np.ones((5, 96)))})
+    with open_gguf(write(path, data), FAMILIES.values()) as checkpoint:
+        return checkpoint.config
+
+
 @pytest.mark.parametrize(("layers", "scale"), [(46, 24**-0.5), (42, None)])
 def test_attention_of_the_largest_gemma_is_scaled_by_its_width(layers: int, scale: float | None, tmp_path: Path) -> None:
     """llama.cpp knows it by its number of layers: the file does not say it."""
-    values = {
-        "block_count": layers,
-        "context_length": CONTEXT,
-        "embedding_length": 96,
-        "feed_forward_length": 8,
-        "attention.head_count": 4,
-        "attention.key_length": 16,
-        "attention.value_length": 16,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-    }
-    metadata = {"general.architecture": "gemma2"} | {f"gemma2.{key}": value for key, value in values.items()}
-    path = write(tmp_path / "a.gguf", gguf_bytes(metadata, {"token_embd.weight": f32(np.ones((5, 96)))}))
-    with open_gguf(path, FAMILIES.values()) as checkpoint:
-        config = checkpoint.config
+    config = config_of(tmp_path / "a.gguf", "gemma2", block_count=layers)
     assert config.attention_scale == scale
     assert (config.attention_softcap, config.final_softcap, config.sliding_window) == (50.0, 30.0, None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [(None, [9] * 5 + [None]), (3, [9, 9, None] * 2), (Typed("bool", [True, False] + [False, True] * 2), [9, None, None, 9, None, 9])],
+)
+def test_which_layers_have_a_window(pattern: Any, windows: list[int | None], tmp_path: Path) -> None:
+    values = {"block_count": 6, "attention__sliding_window": 9}
+    if pattern is not None:
+        values["attention__sliding_window_pattern"] = pattern
+    config = config_of(tmp_path / "a.gguf", "gemma3", **values)
+    assert [config.window(layer) for layer in range(6)] == windows
+
+
+def test_a_window_pattern_that_says_nothing_is_refused(tmp_path: Path) -> None:
+    for pattern in (Typed("bool", [True]), "every second", 2**31):
+        with pytest.raises(ModelError, match="sliding_window_pattern is"):
+            config_of(tmp_path / "a.gguf", "gemma3", block_count=6, attention__sliding_window=9, attention__sliding_window_pattern=pattern)

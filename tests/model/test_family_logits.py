@@ -67,7 +67,7 @@ SHORT_ROPE = LONGROPE | {"original_max_position_embeddings": CONTEXT, "factor": 
 #: name -> (family, transformers' configuration class, what differs from SMALL)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "Llama", {"num_key_value_heads": 3, "tie_word_embeddings": True}),
-    "llama-biases": ("llama", "Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama-biases": ("llama", "Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
     "llama-linear": ("llama", "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
     "llama3": ("llama", "Llama", {"rope_parameters": LLAMA3, "num_attention_heads": 5, "num_key_value_heads": 5}),
     "mistral": ("mistral", "Mistral", {"sliding_window": 7, "head_dim": 12}),

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.checkpoint.config import ModelConfig, RopeScaling
+import numpy as np
+
+from headrace.checkpoint.config import MAX_LAYERS, ModelConfig, RopeScaling
 from headrace.checkpoint.gguf import GGUFFile
 from headrace.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from headrace.engine.models.decoder import PROJECTIONS, TENSORS, DecoderFamily, GGUFFormat
@@ -116,7 +118,7 @@ class _Reader:
                 rope_scaling=scaling,
                 local_rope_theta=self._find("rope.freq_base_swa", float) or self.gguf.local_rope_theta,
                 sliding_window=window or None,
-                window_pattern=(*[True] * (self.gguf.window_period - 1), self.gguf.window_period < 2),
+                window_pattern=self._window_pattern(layers),
                 attention_scale=(hidden // heads) ** -0.5 if by_width else None,
                 attention_softcap=self._find("attn_logit_softcapping", float) or attention_softcap,
                 final_softcap=self._find("final_logit_softcapping", float) or final_softcap,
@@ -127,6 +129,15 @@ class _Reader:
             )
         except ModelError as error:
             raise ModelError(f"{self.file.path}: {error}") from None
+
+    def _window_pattern(self, layers: int) -> tuple[bool, ...]:
+        key = f"{self.gguf.architecture}.attention.sliding_window_pattern"
+        found = self.file.metadata.get(key, self.gguf.window_period)
+        if isinstance(found, np.ndarray) and len(found) == layers:
+            return tuple(bool(window) for window in found.tolist())
+        if type(found) is not int or not 0 <= found <= MAX_LAYERS:
+            raise ModelError(f"{self.file.path}: metadata {key} is {found!r}: it must be a number of layers, or say of each what it has")
+        return (*[True] * (found - 1), found < 2)
 
     def _rope_scaling(self, context: int) -> RopeScaling | None:
         kind = self._or("rope.scaling.type", "none")
