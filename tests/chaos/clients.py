@@ -18,6 +18,9 @@ from headrace.params import SamplingParams
 from tests.chaos.plan import Client
 from tests.integration.worlds import LONG
 
+#: requests in one call from which on none has several choices
+MANY = 20
+
 
 class Rig(NamedTuple):
     """What is asked, and of which ``model``. ``draw``: a prompt and a number of tokens; ``answer``: the tokens of an undisturbed run, shape
@@ -32,26 +35,28 @@ class Rig(NamedTuple):
 
 
 class Asked:
-    """One request. ``handle`` is None once it was dropped."""
+    """One request of so many ``choices``. ``handle`` is None once it was dropped."""
 
-    def __init__(self, prompt: list[int], max_tokens: int, handle: GenerationResult) -> None:
+    def __init__(self, prompt: list[int], max_tokens: int, choices: int, handle: GenerationResult) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
+        self.choices = choices
         self.handle: GenerationResult | None = handle
         # What explains an ending that is not the whole answer: it was aborted, or has a deadline.
         self.aborted = False
         self.hurried = False
-        # What iterating gave, and whether it has given the end; endings that a reader saw, of which there must be one.
+        # What iterating gave for each choice, and whether it has given anything; endings that a reader saw, of which there must be one.
         self.iterated = False
-        self.pieces: list[int] = []
+        self.pieces: list[list[int]] = [[] for _ in range(choices)]
         self.endings: list[str] = []
 
     def take(self, output: RequestOutput) -> None:
         """One output of iterating."""
         self.iterated = True
-        self.pieces += output.outputs[0].token_ids_diff
+        for pieces, completion in zip(self.pieces, output.outputs, strict=True):
+            pieces += completion.token_ids_diff
         if output.finished:
-            self.endings.append(str(output.outputs[0].finish_reason))
+            self.endings.append(ending_of(output))
 
     def raised(self, error: HeadraceError) -> None:
         """Reading ended with an error."""
@@ -61,9 +66,14 @@ class Asked:
         """Until it has ended. TimeoutError, the only error that is let out, is a lost request."""
         assert self.handle is not None
         try:
-            self.endings.append(str(self.handle.result(LONG).outputs[0].finish_reason))
+            self.endings.append(ending_of(self.handle.result(LONG)))
         except HeadraceError as error:
             self.raised(error)
+
+
+def ending_of(output: RequestOutput) -> str:
+    """How the choices ended, each way once."""
+    return "+".join(sorted({str(completion.finish_reason) for completion in output.outputs}))
 
 
 class Crowd:
@@ -71,6 +81,7 @@ class Crowd:
 
     def __init__(self, executor: GenerationExecutorProxy, rig: Rig, clients: Sequence[Client]) -> None:
         self.asked: list[Asked] = []
+        # Choices of requests that were.
         self.dropped = 0
         self.refused: Counter[str] = Counter()
         self.faults: list[str] = []
@@ -110,12 +121,14 @@ class Crowd:
     def _submit(self, rng: random.Random, client: Client) -> list[Asked] | None:
         """What was admitted; None when the world takes nothing more."""
         drawn = [self._rig.draw(rng) for _ in range(min(client.size, self._rig.most))]
+        # Greedy, so that all choices of a request are the same text.
+        choices, logprobs = rng.choice((1, 1, 1, 3)) if len(drawn) <= MANY else 1, rng.choice((None, None, 1))
         streaming = client.kind in ("stream", "stall", "drop", "tasks") or rng.random() < 0.3
         hurried = client.kind == "deadline"
         requests = [
             GenerationRequest(
                 prompt,
-                SamplingParams(max_tokens=count, ignore_eos=True),
+                SamplingParams(max_tokens=count, ignore_eos=True, n=choices, logprobs=logprobs),
                 streaming,
                 priority=rng.choice((0.1, 0.5, 0.5, 0.9)),
                 timeout=rng.uniform(0.001, 0.1) if hurried else None,
@@ -130,7 +143,7 @@ class Crowd:
         except QueueFullError:
             self._refuse("QueueFullError")
             return []
-        asked = [Asked(prompt, count, handle) for (prompt, count), handle in zip(drawn, handles, strict=True)]
+        asked = [Asked(prompt, count, choices, handle) for (prompt, count), handle in zip(drawn, handles, strict=True)]
         for one in asked:
             one.hurried = hurried
         with self._lock:
@@ -203,7 +216,7 @@ class Crowd:
             return
         one.handle = None
         with self._lock:
-            self.dropped += 1
+            self.dropped += one.choices
 
 
 def _read(one: Asked, pieces: int | None = None) -> None:
@@ -221,7 +234,7 @@ def _read(one: Asked, pieces: int | None = None) -> None:
 async def _await(one: Asked) -> None:
     assert one.handle is not None
     try:
-        one.endings.append(str((await one.handle).outputs[0].finish_reason))
+        one.endings.append(ending_of(await one.handle))
     except HeadraceError as error:
         one.raised(error)
 

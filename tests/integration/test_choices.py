@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from headrace import LLM, QueueFullError, RequestError, SamplingParams
+from headrace import LLM, EngineDeadError, QueueFullError, RequestError, SamplingParams
 from headrace.config import EchoConfig
 from headrace.engine.echo import echo_logprob
 from headrace.executor.admission import QueueLimits
@@ -195,3 +195,16 @@ def test_a_death_in_between_is_not_seen_in_any_choice():
         counters = executor.counters()
         assert (counters["finished"], counters["dead"], counters["bad_frames"], counters["live"]) == (6, 0, 0, 0)
         assert counters["restarts"] == 2
+
+
+@pytest.mark.kill
+def test_a_choice_that_is_convicted_of_killing_worlds_takes_the_others_with_it():
+    """A27, A39: they are the same prompt, and would kill as many worlds again."""
+    with world(1, on_engine_death=RESTART, step_time=0.002, kill_token=666) as executor:
+        good = ask(executor, [9], max_tokens=30)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            ask(executor, [1, 666], n=3, temperature=1.0).result(LONG)
+        assert good.result(LONG).outputs[0].token_ids == answer([9], 30)
+        assert eventually(lambda: executor.counters()["live"] == 0)
+        counters = executor.counters()
+        assert (counters["dead"], counters["aborted"], counters["finished"], counters["restarts"]) == (1, 2, 1, 3)
