@@ -143,12 +143,19 @@ class EchoEngine:
         return False
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue it; one whose prompt holds ``fail_token`` fails with the next step. Raises ValueError for an id that is live already."""
+        """Queue it; one whose prompt holds ``fail_token``, or that is to match a grammar, fails with the next step.
+
+        Raises ValueError for an id that is live already.
+        """
         if request.request_id in self._running:
             raise ValueError(f"request {request.request_id} is live already")
         running = _Running(request)
         if self._echo.fail_token is not None and self._echo.fail_token in running.prompt:
             message = f"the prompt holds token {self._echo.fail_token}"
+            self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=message)
+            return
+        if request.params.guided_decoding is not None:
+            message = "the echo engine has no grammars: it says what it is told"
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=message)
             return
         self._waiting.add(request.request_id, Rank(-request.priority, next(self._arrivals)), running)

@@ -36,10 +36,13 @@ MAX_COMPILED = 64
 
 
 class Grammar(NamedTuple):
-    """A compiled grammar. ``matcher`` stays at its beginning. ``num_tokens``: tokens of the tokenizer; ids from there on are none."""
+    """A compiled grammar. ``matcher`` stays at its beginning. ``num_tokens``: tokens of the tokenizer; ids from there on are none.
+    ``special``: those of them that give no text, and that only a grammar which names them allows.
+    """
 
     matcher: LLMatcher
     num_tokens: int
+    special: frozenset[int]
 
 
 class TokenConstraint:
@@ -48,7 +51,7 @@ class TokenConstraint:
     Args:
         grammar: what its text must match.
         vocab_size: logits in a row.
-        ending: tokens that end the request; they are allowed exactly where the text so far is complete.
+        ending: tokens that end the request; they are allowed exactly where the text so far is complete, or where the grammar names one.
         generated: tokens that the request has generated already.
 
     Raises RequestError if these do not match.
@@ -59,6 +62,8 @@ class TokenConstraint:
         self._num_tokens = grammar.num_tokens
         self._vocab_size = vocab_size
         self._ending = np.fromiter(ending, dtype=np.int64)
+        # Their text may be part of what the grammar allows, which does not know that it would be the last.
+        self._textual_ending = np.array([token for token in self._ending.tolist() if token not in grammar.special], dtype=np.int64)
         # Whether each token is forbidden as the next one, where that is known already.
         self._forbidden: npt.NDArray[np.bool_] | None = None
         #: nothing can follow but the end
@@ -70,8 +75,9 @@ class TokenConstraint:
     def mask(self, row: Float32) -> None:
         """Set the logits [vocabulary] of tokens that may not come next to -inf. Raises RequestError if the matcher fails."""
         if self._forbidden is None:
+            # Not complete, or _look_for_end would have found out.
             self._forbidden = self._find_forbidden()
-            self._forbidden[self._ending] = not self._matcher.is_accepting()
+            self._forbidden[self._textual_ending] = True
         np.copyto(row, np.float32(-np.inf), where=self._forbidden)
 
     def accept(self, token: int) -> None:
@@ -179,7 +185,7 @@ class GrammarCompiler:
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
         self._load_vocabulary = load_vocabulary
         self._pool: ThreadPoolExecutor | None = None
-        self._tokens: LLTokenizer | None = None
+        self._loaded: tuple[Vocabulary, LLTokenizer] | None = None
         self._loading = threading.Lock()
         # The least recently used first; of one that cannot be compiled, why.
         self._compiled: OrderedDict[GuidedDecodingParams, Grammar | RequestError] = OrderedDict()
@@ -229,10 +235,12 @@ class GrammarCompiler:
     def _compile(self, params: GuidedDecodingParams) -> None:
         try:
             with self._loading:
-                if self._tokens is None:
-                    self._tokens = grammar_tokens(self._load_vocabulary())
-            matcher = compile_grammar(self._tokens, grammar_of(params))
-            self._done.append((params, Grammar(matcher, self._tokens.vocab_size - 1)))
+                if self._loaded is None:
+                    read = self._load_vocabulary()
+                    self._loaded = read, grammar_tokens(read)
+                vocabulary, tokens = self._loaded
+            matcher = compile_grammar(tokens, grammar_of(params))
+            self._done.append((params, Grammar(matcher, len(vocabulary.tokens), vocabulary.special)))
         except HeadraceError as error:
             self._done.append((params, RequestError(str(error))))
         except Exception as error:

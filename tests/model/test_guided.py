@@ -39,7 +39,7 @@ def test_any_sample_matches_and_free_requests_beside_it_are_as_alone(llm: LLM) -
     prompt = llm.tokenizer.apply_chat_template(QUESTION)
     alone = llm.generate(prompt, FREE).outputs[0]
     params = [FREE]
-    for seed in range(4):
+    for seed in range(3):
         params += [guided(seed, json=SCHEMA), guided(seed, regex=PHONE), guided(seed, choice=COLOURS), FREE]
     outputs = [output.outputs[0] for output in llm.generate([prompt] * len(params), params, use_tqdm=False)]
     for one, answer in zip(params, outputs, strict=True):
@@ -55,7 +55,7 @@ def test_any_sample_matches_and_free_requests_beside_it_are_as_alone(llm: LLM) -
             assert re.fullmatch(PHONE, answer.text)
         else:
             assert answer.text in COLOURS
-    assert len({answer.text for answer in outputs}) > 8, "seeds differ"
+    assert len({answer.text for answer in outputs}) > 6, "seeds differ"
 
 
 def test_streamed_pieces_join_to_a_text_that_matches(llm: LLM) -> None:
@@ -75,3 +75,17 @@ def test_a_bad_grammar_is_refused_before_anything_is_sent(llm: LLM) -> None:
     assert llm.executor.counters == before
     named = llm.generate("Hello", guided(0, grammar='start: "well" <|im_start|>')).outputs[0]
     assert (named.text, named.token_ids[-1], named.finish_reason) == ("well", 1, "stop")
+
+
+def test_choices_with_logprobs_are_guided_each_by_itself(llm: LLM) -> None:
+    """A39, A41: logprobs are of the logits as the model made them, so a forced token may be an unlikely one."""
+    params = SamplingParams(
+        max_tokens=20, temperature=1.0, seed=5, n=3, logprobs=2, guided_decoding=GuidedDecodingParams(choice=["alpha", "beta", "gamma"])
+    )
+    output = llm.generate("The letter is ", params)
+    assert len(output.outputs) == 3
+    for answer in output.outputs:
+        assert answer.text in ("alpha", "beta", "gamma") and answer.finish_reason == "stop"
+        assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+        for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert token in logprobs and 2 <= len(logprobs) <= 3 and logprobs[token].rank >= 1

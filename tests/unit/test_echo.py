@@ -13,7 +13,7 @@ from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.base import EngineRequest
 from headrace.engine.echo import LOAD_STEPS, EchoEngine, EchoRunner, echo_logprob, echo_token
 from headrace.outputs import FinishReason
-from headrace.params import SamplingParams
+from headrace.params import GuidedDecodingParams, SamplingParams
 
 
 def engine(**echo) -> EchoEngine:
@@ -149,6 +149,13 @@ def test_a_request_that_was_cut_anywhere_continues_as_if_it_had_not_been(prompt,
         rig = engine(vocab_size=10)
         rig.submit(request(0, prompt + whole[:cut], max_tokens - cut, num_generated=cut, **params))
         assert run(rig)[0] == (whole[cut:], finish)
+
+
+def test_a_grammar_is_refused_not_passed_over():
+    rig = engine()
+    rig.submit(request(1, [1], guided_decoding=GuidedDecodingParams(regex="a")))
+    rig.submit(request(2, [2], max_tokens=1))
+    assert run(rig) == {1: ([], FinishReason.ERROR), 2: ([3], FinishReason.LENGTH)}
 
 
 def test_what_a_request_has_generated_is_no_fault_of_its_prompt():

@@ -58,7 +58,7 @@ SCHEMA = {
 
 
 def grammar(**params: Any) -> Grammar:
-    return Grammar(compile_grammar(LL_TOKENS, grammar_of(GuidedDecodingParams(**params))), len(TOKENS))
+    return Grammar(compile_grammar(LL_TOKENS, grammar_of(GuidedDecodingParams(**params))), len(TOKENS), VOCABULARY.special)
 
 
 def allowed(constraint: TokenConstraint) -> list[int]:
@@ -138,6 +138,25 @@ def test_special_tokens_and_what_is_no_token_are_forbidden_unless_named() -> Non
     assert allowed(named) == [TOOL]
     named.accept(TOOL)
     assert ord("a") in allowed(named) and TOOL not in allowed(named)
+
+
+def test_a_grammar_may_name_the_token_that_ends_it(start: Callable[..., Run]) -> None:
+    """Before that the text is not complete, and nothing but that token can follow."""
+    constraint = TokenConstraint(grammar(grammar='start: "ab" <|end|>'), VOCAB, [END])
+    constraint.accept(TOKENS.index(b"ab"))
+    assert allowed(constraint) == [END] and not constraint.finished
+    run = start().all(request(1, guide={"grammar": 'start: "ab" <|end|>'}))
+    assert text_of(run.tokens[1]) == "ab" and run.tokens[1][-1] == END and run.ends[1] is FinishReason.STOP
+
+
+def test_an_ending_that_is_text_ends_nothing_before_it_is_complete() -> None:
+    """A stop token, or the end of sequence of a tokenizer that does not call it special."""
+    constraint = TokenConstraint(grammar(regex="[a-c]{2,3}"), VOCAB, [ord("c"), END])
+    assert ord("c") not in allowed(constraint)
+    constraint.accept(ord("a"))
+    assert ord("c") not in allowed(constraint)
+    constraint.accept(ord("b"))
+    assert {ord("c"), END} <= set(allowed(constraint))
 
 
 def test_a_token_that_does_not_match_is_an_error() -> None:
