@@ -89,3 +89,17 @@ def test_choices_with_logprobs_are_guided_each_by_itself(llm: LLM) -> None:
         assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
         for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
             assert token in logprobs and 2 <= len(logprobs) <= 3 and logprobs[token].rank >= 1
+
+
+def test_a_chat_goes_on_with_its_last_message(llm: LLM) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": "The largest city is"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    output = llm.chat(begun, SamplingParams(max_tokens=3), tools=[{"type": "function"}], chat_template_kwargs=options)
+    assert output.prompt is not None and output.prompt.endswith("<|im_start|>assistant\nThe largest city is")
+    assert (
+        llm.chat_async(begun, SamplingParams(max_tokens=3), chat_template_kwargs=options).result().outputs[0].text == output.outputs[0].text
+    )
+    with pytest.raises(RequestError, match="chat_template_kwargs must be a mapping, not list"):
+        llm.chat(begun, chat_template_kwargs=[])  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="tools must be a list of objects"):
+        llm.chat(begun, tools="now")  # type: ignore[arg-type]

@@ -402,6 +402,20 @@ def test_the_text_ends_where_nothing_can_follow(start: Callable[..., Run]) -> No
     assert run.ends[2] in (FinishReason.LENGTH, FinishReason.STOP) and "ab".startswith(text_of(run.tokens[2]))
 
 
+def test_other_rules_work_inside_what_the_grammar_allows(start: Callable[..., Run]) -> None:
+    """min_tokens keeps the end away while anything else may follow; where nothing may, the text is over. Bias moves what is allowed."""
+    run = start().all(
+        request(1, guide={"regex": "[a-z]*"}, min_tokens=12, max_tokens=40, logit_bias={END: 100.0}),
+        request(2, guide={"regex": "x{3}"}, min_tokens=12, max_tokens=40),
+        request(3, guide={"choice": ["yes", "12"]}, logit_bias={TOKENS.index(b"12"): 100.0}),
+        request(4, guide={"choice": ["y"]}, bad_token_ids=[ord("y")]),
+    )
+    assert len(run.tokens[1]) == 13 and run.tokens[1][-1] == END and re.fullmatch("[a-z]*", text_of(run.tokens[1]))
+    assert text_of(run.tokens[2]) == "xxx" and run.ends[2] is FinishReason.STOP
+    assert text_of(run.tokens[3]) == "12"
+    assert run.ends[4] is FinishReason.ERROR and "no token is allowed" in run.errors[4]
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammars are compiled once it is set."""
