@@ -24,6 +24,8 @@ MAX_BAD = 1024
 MAX_BAD_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 256
+#: each n-gram of a text is kept, so that a longer one would cost memory and forbid nothing that ever happens
+MAX_NGRAM = 64
 MAX_LOGPROBS = 1024
 MAX_GRAMMAR_CHARS = 128 * 1024
 MAX_GUIDED_CHOICES = 4096
@@ -35,7 +37,7 @@ _INTEGERS = {
     "pad_id": (-1, MAX_INTEGER),
     "top_k": (0, MAX_INTEGER),
     "seed": (0, MAX_SEED),
-    "no_repeat_ngram_size": (1, MAX_INTEGER),
+    "no_repeat_ngram_size": (1, MAX_NGRAM),
     "n": (1, MAX_CHOICES),
     "best_of": (1, MAX_CHOICES),
     "logprobs": (0, MAX_LOGPROBS),

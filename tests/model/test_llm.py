@@ -195,6 +195,10 @@ def test_what_may_not_be_said_is_not_said(llm: LLM) -> None:
         assert len(token_ids) >= calls
         logits[RESULTS[0]["output_ids_ignore_eos"][0]] = -float("inf")
 
+    def broken(request_id: int, logits: Any, token_ids: list[int]) -> None:
+        raise LookupError("of the user's own making")
+
+    failing = llm.generate_async(prompt, SamplingParams(max_tokens=12, logits_processor=broken))
     free, bad, own = llm.generate(
         [prompt] * 3,
         [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, bad="Paris"), SamplingParams(max_tokens=12, logits_processor=no_the)],
@@ -203,6 +207,8 @@ def test_what_may_not_be_said_is_not_said(llm: LLM) -> None:
     assert free.outputs[0].text == RESULTS[0]["text_stop_at_eos"]
     assert "Paris" not in bad.outputs[0].text and bad.outputs[0].text.startswith("The capital of France is")
     assert not own.outputs[0].text.startswith("The")
+    with pytest.raises(RequestError, match="LookupError: of the user's own making"):
+        failing.result(60)
 
 
 @WITH_TWO_RANKS
