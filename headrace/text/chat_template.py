@@ -26,6 +26,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 #: Put behind the text that is to be continued, to find it again in the prompt. Templates that trim a text trim the space off its end.
 CONTINUE_HERE = "CONTINUE-THE-FINAL-MESSAGE-HERE "
 
+#: a text that no template has in it
+PROBE = "is-this-part-written"
+
 #: most levels of objects and lists within each other in a message
 MAX_DEPTH = 64
 
@@ -42,6 +45,8 @@ class ChatTemplate:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, jinja2.Template] = {}
+        # By template, whether it writes contents that are lists of parts; others are for strings alone.
+        self._takes_parts: dict[jinja2.Template, bool] = {}
 
     def __bool__(self) -> bool:
         return bool(self._templates)
@@ -59,7 +64,8 @@ class ChatTemplate:
         """The prompt.
 
         Args:
-            messages: each with a role, and a content that is a string or a list of parts; further fields as the template reads them, of
+            messages: each with a role, and a content that is a string or a list of parts (text parts are joined by newlines for a
+                template that is for strings alone); further fields as the template reads them, of
                 which ``tool_calls`` may have their arguments as JSON text.
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end with the content of the last message, for the model to go on with it.
@@ -71,6 +77,8 @@ class ChatTemplate:
         """
         template = self._choose(tools is not None)
         plain = _plain_messages(messages)
+        if any(_is_text_parts(message.get("content")) for message in plain) and not self._writes_parts(template):
+            plain = [_with_joined_parts(message) for message in plain]
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError("continue_final_message and add_generation_prompt exclude each other")
@@ -87,6 +95,19 @@ class ChatTemplate:
         except Exception as error:  # anything can come out of a foreign program; it concerns this conversation alone
             raise RequestError(f"the chat template refuses the messages: {_describe(error)}") from error
         return _cut_behind(prompt, final) if continue_final_message else prompt
+
+    def _writes_parts(self, template: jinja2.Template) -> bool:
+        """Found out by a message of one part: a template that is for strings raises, or writes it as Python does."""
+        known = self._takes_parts.get(template)
+        if known is None:
+            messages = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
+            values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
+            try:
+                text = template.render(self._special_tokens | values)
+            except Exception:  # whatever it is that it does not like
+                text = ""
+            known = self._takes_parts[template] = PROBE in text and "'type'" not in text and '"type"' not in text
+        return known
 
     def _choose(self, with_tools: bool) -> jinja2.Template:
         if not self._templates:
@@ -168,6 +189,20 @@ def _environment() -> jinja2.Environment:
     environment.globals["strftime_now"] = strftime_now
     environment.globals["namespace"] = SafeNamespace
     return environment
+
+
+def _is_text_parts(content: Any) -> bool:
+    """Whether it is a list of parts, all of them text."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str) for part in content
+    )
+
+
+def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list) or not _is_text_parts(content):
+        return message
+    return message | {"content": "\n".join(part["text"] for part in content)}
 
 
 def _mark_end(message: dict[str, Any]) -> str:

@@ -73,6 +73,29 @@ def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
     assert render("{{ messages[0].reasoning_content }}; {{ messages[0].thinking }}", [message]) == "2 + 2; 2 + 2"
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, "<|im_start|>user\na\nb<|im_end|>\n"),  # raises for a list
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "a\nb;"),  # would write it as Python does
+        ("{% for m in messages %}{{ m.content | tojson }};{% endfor %}", '"a\\nb";'),
+        ("{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}", "[a][b]"),
+        ("{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}", "a"),
+    ],
+)
+def test_parts_of_text_are_joined_for_templates_that_are_for_strings(source: str, expected: str) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    template = ChatTemplate({"default": source}, {})
+    for _ in range(2):
+        assert template.render(parts, add_generation_prompt=False) == expected
+    assert isinstance(parts[0]["content"], list), "the caller's own stay as they are"
+
+
+def test_other_parts_are_left_to_the_template() -> None:
+    with pytest.raises(RequestError, match="refuses the messages"):
+        render(CHATML, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}])
+
+
 def test_templates_see_plain_copies() -> None:
     class Role(str, enum.Enum):
         USER = "user"
