@@ -126,6 +126,26 @@ def test_a_request_that_kills_its_world_is_failed_and_the_others_finish():
         assert completion(submit(executor, [4], max_tokens=3)[0].result(LONG)).token_ids == answer([4], 3)
 
 
+def test_a_step_that_raises_is_a_death_like_any_other():
+    """A29: the policy decides, and here it says restart. The next world has fewer steps to do than the one that raises."""
+    with world(2, on_engine_death=RESTART, step_time=0.002, raise_step=20) as executor:
+        (handle,) = submit(executor, [5, 6], max_tokens=30)
+        assert completion(handle.result(LONG)).token_ids == answer([5, 6], 30)
+        assert executor.counters()["restarts"] == 1
+
+
+def test_a_drain_waits_for_those_that_run_one_at_a_time():
+    """A27, A32: one of them kills every world that has it; after two deaths each is tried alone, and the others finish in the drain."""
+    with world(1, on_engine_death=RESTART, step_time=0.02, kill_token=666) as executor:
+        (poison,) = submit(executor, [1, 666], max_tokens=30)
+        handles = submit(executor, [5], [6], [7], max_tokens=30)
+        with pytest.raises(EngineDeadError):
+            poison.result(LONG)
+        assert ready(executor)
+        executor.close(drain=True, timeout=LONG)
+        assert [completion(handle.result(0)).token_ids for handle in handles] == [answer([start], 30) for start in (5, 6, 7)]
+
+
 def test_too_many_deaths_are_final():
     """Invariants 3 and 4: the cause of the last one is kept, and waiters do not wait."""
     with world(1, on_engine_death=RestartPolicy(attempts=2, backoff=0.01), step_time=0.002) as executor:
