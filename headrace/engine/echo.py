@@ -143,7 +143,7 @@ class EchoEngine:
         return False
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue it; one whose prompt holds ``fail_token``, or that is to match a grammar, fails with the next step.
+        """Queue it; one whose prompt holds ``fail_token``, or that asks for a grammar or for beams, fails with the next step.
 
         Raises ValueError for an id that is live already.
         """
@@ -154,8 +154,8 @@ class EchoEngine:
             message = f"the prompt holds token {self._echo.fail_token}"
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=message)
             return
-        if request.params.guided_decoding is not None:
-            message = "the echo engine has no grammars: it says what it is told"
+        if request.params.guided_decoding is not None or request.params.use_beam_search:
+            message = "the echo engine has no grammars and no beams: it says what it is told"
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=message)
             return
         self._waiting.add(request.request_id, Rank(-request.priority, next(self._arrivals)), running)

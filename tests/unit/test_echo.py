@@ -155,7 +155,8 @@ def test_a_grammar_is_refused_not_passed_over():
     rig = engine()
     rig.submit(request(1, [1], guided_decoding=GuidedDecodingParams(regex="a")))
     rig.submit(request(2, [2], max_tokens=1))
-    assert run(rig) == {1: ([], FinishReason.ERROR), 2: ([3], FinishReason.LENGTH)}
+    rig.submit(request(3, [1], use_beam_search=True))
+    assert run(rig) == {1: ([], FinishReason.ERROR), 2: ([3], FinishReason.LENGTH), 3: ([], FinishReason.ERROR)}
 
 
 def test_what_a_request_has_generated_is_no_fault_of_its_prompt():
