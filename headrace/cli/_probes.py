@@ -121,6 +121,7 @@ def limits() -> Finding:
 PACKAGES = (
     ("pyzmq", "import zmq; print(zmq.__version__, 'with libzmq', zmq.zmq_version())", "pip install pyzmq"),
     ("tokenizers", "import tokenizers; print(tokenizers.__version__)", "pip install tokenizers"),
+    ("llguidance", "import llguidance; print(llguidance.__version__)", "pip install llguidance"),
     ("numpy", "import numpy; print(numpy.__version__)", "pip install numpy"),
     ("mpi4py", "import mpi4py; print(mpi4py.__version__)", "pip install mpi4py"),
     ("torch", "import torch; print(torch.__version__, '(with CUDA)' * torch.cuda.is_available())", 'pip install "headrace[torch]"'),

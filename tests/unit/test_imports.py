@@ -242,7 +242,7 @@ def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50, cwd="/").stdout.strip()
 
 
-HEAVY = ("torch", "numpy", "zmq", "transformers", "tokenizers", "mpi4py", "jinja2", "tqdm", "asyncio", "msgspec")
+HEAVY = ("torch", "llguidance", "numpy", "zmq", "transformers", "tokenizers", "mpi4py", "jinja2", "tqdm", "asyncio", "msgspec")
 
 
 def test_importing_headrace_is_light():
