@@ -109,6 +109,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_block: tokens in one KV block, 0 where there is none.
         tensor_parallel_size: ranks.
         versions: name and version of what runs in the world.
+        max_loras: most LoRA adapters that run at once; 0: none can.
+        max_lora_rank: highest rank of one.
     """
 
     model: str
@@ -122,3 +124,5 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_block: int = 0
     tensor_parallel_size: int = 1
     versions: dict[str, str] = {}
+    max_loras: int = 0
+    max_lora_rank: int = 0

@@ -44,17 +44,19 @@ class LoraRequest(msgspec.Struct, frozen=True):
     Attributes:
         name: for people, and for what is cached of it.
         path: its folder, which every rank must see; kept as an absolute path.
+        rank: of its matrices, read from its configuration.
     """
 
     name: str
     path: str | Path
+    rank: int = 0
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "name", text("name", self.name, MAX_NAME_CHARS))
         if not isinstance(self.path, str | Path):
             raise RequestError(f"path must be that of a folder, not {type(self.path).__name__}")
         folder = Path(self.path).absolute()
-        read_adapter_config(folder)
+        msgspec.structs.force_setattr(self, "rank", read_adapter_config(folder).rank)
         msgspec.structs.force_setattr(self, "path", str(folder))
 
 

@@ -107,6 +107,8 @@ class ModelEngine:
             tokens_per_block=config.tokens_per_block,
             tensor_parallel_size=config.tensor_parallel_size,
             versions=runner.versions,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
         )
         self._runner = runner
         self._broadcast = broadcast

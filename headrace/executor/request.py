@@ -138,8 +138,8 @@ class Checker:
             raise RequestError("a beam search cannot stream: its texts are known at the end")
         if request.cache_salt is not None:
             text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
-        if request.lora is not None and not isinstance(request.lora, LoraRequest):
-            raise RequestError(f"lora must be a LoraRequest, not {type(request.lora).__name__}")
+        if request.lora is not None:
+            _check_adapter(request.lora, self._facts)
         _check_number("priority", request.priority)
         deadline = None
         if request.timeout is not None:
@@ -270,6 +270,15 @@ def _pickled(processors: Any) -> bytes:
     if len(data) > MAX_PROCESSOR_BYTES:
         raise RequestError(f"logits_processor has {len(data)} bytes; at most {MAX_PROCESSOR_BYTES} are allowed")
     return data
+
+
+def _check_adapter(lora: object, facts: EngineFacts) -> None:
+    if not isinstance(lora, LoraRequest):
+        raise RequestError(f"lora must be a LoraRequest, not {type(lora).__name__}")
+    if not facts.max_loras:
+        raise RequestError(f"the adapter {lora.name!r} cannot be run: this world runs none")
+    if lora.rank > facts.max_lora_rank:
+        raise RequestError(f"the adapter {lora.name!r} has rank {lora.rank}; this world was made for at most {facts.max_lora_rank}")
 
 
 def _check_number(name: str, value: object) -> None:

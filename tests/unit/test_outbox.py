@@ -18,7 +18,9 @@ from headrace.lora import LoraRequest
 from headrace.params import SamplingParams
 
 LONG = 20.0
-FACTS = EngineFacts(model="m", runner="echo", dtype="none", vocab_size=10**6, max_seq_len=100, max_batch_size=4)
+FACTS = EngineFacts(
+    model="m", runner="echo", dtype="none", vocab_size=10**6, max_seq_len=100, max_batch_size=4, max_loras=1, max_lora_rank=8
+)
 PARAMS = SamplingParams(max_tokens=1, seed=3)
 
 _names = itertools.count()

@@ -6,6 +6,7 @@ import threading
 from array import array
 
 import cloudpickle
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +19,9 @@ from headrace.params import MAX_SEED, SamplingParams
 
 VOCABULARY = 100
 CONTEXT = 16
-FACTS = EngineFacts(model="m", runner="echo", dtype="none", vocab_size=VOCABULARY, max_seq_len=CONTEXT, max_batch_size=4)
+FACTS = EngineFacts(
+    model="m", runner="echo", dtype="none", vocab_size=VOCABULARY, max_seq_len=CONTEXT, max_batch_size=4, max_loras=1, max_lora_rank=8
+)
 
 
 def checked(prompt, stage=None, **params):
@@ -240,4 +243,9 @@ def test_an_adapter_is_a_folder_with_its_configuration(tmp_path, monkeypatch):
     for name, path in (("", "adapter"), (5, "adapter"), ("a", 5)):
         with pytest.raises(RequestError):
             LoraRequest(name, path)
-    assert ask(lora=adapter)[0].request.lora is adapter
+    assert adapter.rank == 4 and ask(lora=adapter)[0].request.lora is adapter
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 9}')
+    with pytest.raises(RequestError, match="adapter 'a' has rank 9; this world was made for at most 8"):
+        ask(lora=LoraRequest("a", "adapter"))
+    with pytest.raises(RequestError, match="adapter 'a' cannot be run: this world runs none"):
+        Checker(msgspec.structs.replace(FACTS, max_loras=0)).check(GenerationRequest([1], SamplingParams(max_tokens=1), lora=adapter))
