@@ -18,6 +18,7 @@ from headrace.executor import session
 from headrace.executor.launchers import janitor
 from headrace.executor.launchers.job import start_job
 from headrace.worker.guard import EXIT_ORPHANED
+from tests.integration.worlds import alive
 
 #: seconds that anything here may take at most; nothing waits for them to pass
 LONG = 20.0
@@ -25,7 +26,7 @@ LONG = 20.0
 #: a user process: starts the janitor, says its pid, and lives until its input ends
 OWNER = """
 import os, subprocess, sys
-janitor = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]], stdin=subprocess.PIPE)
+janitor = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]], stdin=subprocess.PIPE, start_new_session=True)
 janitor.stdin.write(b"!")
 janitor.stdin.flush()
 print(janitor.pid, flush=True)
@@ -36,6 +37,8 @@ sys.stdin.read()
 SLEEPS = "echo $$ > {pid}; exec sleep 1000"
 IGNORES = "trap '' TERM; echo $$ > {pid}; exec sleep 1000"
 # SIGKILL: for a moment after the fork the child has the shell's own handler, and forgets what that was told when it becomes sleep.
+#: the pid is that of another, which it leaves behind
+LEAVES = "sleep 1000 >/dev/null 2>&1 & echo $! > {pid}.new; mv {pid}.new {pid}; "
 COUNTS = "trap 'kill -9 $!; exit 5' TERM; sleep 1000 & echo $$ > {pid}; wait"
 
 
@@ -131,7 +134,9 @@ def test_a_command_that_does_not_exist_is_named(tmp_path):
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("family", [SLEEPS, IGNORES, COUNTS], indirect=True, ids=["obeys", "ignores", "cleans"])
+@pytest.mark.parametrize(
+    "family", [SLEEPS, IGNORES, COUNTS, LEAVES + "exec sleep 1000"], indirect=True, ids=["obeys", "ignores", "cleans", "leaves"]
+)
 def test_when_the_owner_is_killed_the_command_ends_and_the_folder_goes(family):
     """A25."""
     family.kill("owner")
@@ -217,6 +222,31 @@ def test_a_signal_that_comes_before_the_janitor_has_a_handler_is_not_lost(tmp_pa
     assert eventually(lambda: job.poll() is not None) and job.poll().signal == signal.SIGTERM
     job.close()
     assert not folder.exists()
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("killed", ["nobody", "command", "janitor"])
+def test_what_the_command_leaves_ends_with_it(killed, tmp_path):
+    """A25: a rank that is just starting does not notice that mpiexec has died."""
+    folder = tmp_path / "session"
+    folder.mkdir()
+    script = LEAVES.format(pid=tmp_path / "pid") + ("exit 0" if killed == "nobody" else "exec sleep 1000")
+    job = start(folder, "/bin/sh", "-c", script)
+    job.go()
+    left = os.pidfd_open(read_pid(tmp_path / "pid")) if killed != "nobody" else None
+    if killed == "command":
+        (command,) = map(int, Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())
+        os.kill(command, signal.SIGKILL)
+    elif killed == "janitor":
+        os.kill(job.pid, signal.SIGKILL)
+    assert eventually(lambda: job.poll() is not None)
+    if left is None:
+        pid = read_pid(tmp_path / "pid")
+        assert eventually(lambda: not alive(pid))
+    else:
+        assert ended(left)
+        os.close(left)
+    job.close()
 
 
 DIES_AT_EVERY_LINE = """

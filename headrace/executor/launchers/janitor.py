@@ -2,9 +2,9 @@
 
 It is there before the session folder is. Told to by a byte on stdin, it starts COMMAND (mpiexec), passes SIGTERM on to it, kills it at
 SIGUSR1, and exits as it exits: with its code, or with 128 plus the signal that killed it. When the owner dies first, by whatever signal and
-at whatever moment, it ends the command; when stdin ends without the byte, there is none. In every case it removes the session folder before
-it exits: an owner that learns of the end by that exit may itself be dying, and then nobody else would. When the janitor is killed, the
-kernel kills the command.
+at whatever moment, it ends the command; when stdin ends without the byte, there is none. In every case it kills what the command left in
+its session, and removes the session folder, before it exits: an owner that learns of the end by that exit may itself be dying, and then
+nobody else would. When the janitor is killed, the kernel kills the command, and the owner the rest.
 
 Its parent has blocked both signals for it, or one that comes while Python starts would end it. It only waits, so it costs nothing but its
 memory; only a few modules of the standard library may be imported here, since it runs with ``python -I -S`` and every start waits for it.
@@ -54,6 +54,7 @@ def main() -> int:
         if not _wait(GRACE, child_fd):
             _send(child_fd, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    end_session(janitor)
     _remove(folder)
     if orphaned:
         return EXIT_ORPHANED
@@ -82,6 +83,32 @@ def _become(command: list[str], janitor: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         os.execv(command[0], command)
     os._exit(EXIT_ORPHANED)
+
+
+def end_session(leader: int) -> None:
+    """SIGKILL for the others in the session that ``leader``, which lives or was not collected yet, has made; so its number is its own.
+
+    Ranks end by themselves with what has started them, but one that is just starting does not look yet, and on a busy machine not for long.
+    """
+    seen = {leader, os.getpid()}
+    while found := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in seen and _in_session(pid, leader)]:
+        for pid in found:
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            # Looked at again, for the number may have gone to another before the descriptor was opened.
+            if _in_session(pid, leader):
+                _send(fd, signal.SIGKILL)
+            os.close(fd)
+        seen.update(found)
+
+
+def _in_session(pid: int, leader: int) -> bool:
+    try:
+        return os.getsid(pid) == leader
+    except ProcessLookupError:
+        return False
 
 
 def _send(pidfd: int, number: int) -> None:

@@ -99,6 +99,9 @@ class Job:
 
     def poll(self) -> ExitCause | None:
         """mpiexec reports the first rank that died: Open MPI as 128 + signal, MPICH as the bare signal number. The janitor passes it on."""
+        if self._process.returncode is None and self._has_ended():
+            # Before it is collected, while its number is its own. It has done this itself, unless it was killed.
+            janitor.end_session(self.pid)
         code = self._process.poll()
         if code is None:
             return None
@@ -109,6 +112,13 @@ class Job:
         if self._flavour == "mpich" and re.search(r"KILLED BY SIGNAL|signal", self.output_tail(), re.IGNORECASE) and 0 < code < 65:
             return ExitCause(code, code)
         return ExitCause(code, None)
+
+    def _has_ended(self) -> bool:
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            # Somebody in this process collects all children.
+            return False
 
     def kill(self, attempt: int) -> None:
         """SIGTERM, which the janitor passes on; then SIGUSR1, at which it kills the command; then SIGKILL for the janitor itself, whose
