@@ -26,7 +26,8 @@ LONG = 20.0
 #: a user process: starts the janitor, says its pid, and lives until its input ends
 OWNER = """
 import os, subprocess, sys
-janitor = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]], stdin=subprocess.PIPE, start_new_session=True)
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]]
+janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 janitor.stdin.write(b"!")
 janitor.stdin.flush()
 print(janitor.pid, flush=True)
