@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.engine.models import FAMILIES
 from headrace.engine.models.from_huggingface import read_config
 from headrace.engine.models.rope import frequencies
+from headrace.errors import ModelError
 
 LLAMA32 = {
     "architectures": ["LlamaForCausalLM"],
@@ -236,6 +239,39 @@ def test_published_configurations_mean_what_transformers_takes_them_for(name: st
                 plain = tensor.numpy()
             np.testing.assert_allclose(found, plain, rtol=1e-5)
             assert scale == pytest.approx(factor)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rope_type", "factor", "full_attention"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+NESTED = [(outer, inner) for outer in ("rope_scaling", "rope_parameters") for inner in ("type", "rope_theta", "factor", "attention_factor")]
+NESTED += [("rope_scaling", inner) for config in PUBLISHED.values() for inner in config.get("rope_scaling") or ()]
+EXTRA = ("layer_types", "partial_rotary_factor", "original_max_position_embeddings", "sliding_window_pattern", "quantization_config")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(PUBLISHED)), st.data())
+def test_nonsense_in_a_configuration_gives_model_errors(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    """Or a configuration, if it happens to make sense."""
+    config = {key: dict(value) if isinstance(value, dict) else value for key, value in PUBLISHED[name].items()}
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.sampled_from([*config, *EXTRA, *NESTED]))
+        if isinstance(place, tuple):
+            outer = config.get(place[0])
+            config[place[0]] = {**(outer if isinstance(outer, dict) else {}), place[1]: data.draw(JSON)}
+        else:
+            config[place] = data.draw(JSON)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    try:
+        found = read_config(tmp_path, FAMILIES.values())
+    except ModelError as error:
+        assert str(tmp_path) in str(error)
+    else:
+        assert np.isfinite(frequencies(found, found.max_seq_len)[0]).all()
 
 
 def test_longer_contexts_by_yarn(tmp_path: Path) -> None:

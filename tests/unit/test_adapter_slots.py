@@ -18,7 +18,7 @@ from headrace.engine.kv_cache import KVCache
 from headrace.engine.models.adapters import fingerprint, path_of
 from headrace.engine.plan import StepPlan, decode_loads, encode_loads
 from headrace.engine.scheduler import Scheduler
-from headrace.lora import AdapterConfig, read_adapter_config
+from headrace.lora import COMPUTED, AdapterConfig, read_adapter_config
 from tests.memory_checkpoint import tiny_config
 
 
@@ -100,6 +100,18 @@ def test_requests_with_more_adapters_than_places_wait_in_their_order_and_all_end
 # --- the configuration -----------------------------------------------------------------------------------------------------------------
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapter")
+
+
 def folder(path: Path, config: object) -> Path:
     path.mkdir(exist_ok=True)
     (path / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -153,6 +165,16 @@ def test_a_fingerprint_tells_where_an_adapter_is_and_whether_it_is_the_same(tmp_
     assert path_of(first) == str(path) and fingerprint(str(path)) == first
     (path / "adapter_model.safetensors").write_bytes(b"12")
     assert fingerprint(str(path)) != first
+
+
+@given(st.dictionaries(st.sampled_from([*COMPUTED, "r", "lora_alpha", "use_rslora"]), JSON, max_size=3))
+def test_nonsense_in_a_configuration_is_refused_or_means_something(scratch: Path, changes: dict[str, Any]) -> None:
+    try:
+        found = read_adapter_config(folder(scratch, PLAIN | changes))
+    except RequestError as error:
+        assert str(scratch) in str(error)
+    else:
+        assert found.rank >= 1 and np.isfinite(found.scaling)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
