@@ -136,6 +136,10 @@ def test_more_adapters_than_places_take_turns_and_share_no_cache(tmp_path: Path)
     for _ in range(2):
         tokens, errors = run(engine, {index: (prompt, folder) for index, folder in enumerate(order)})
         assert not errors and tokens == {index: expected[folder] for index, folder in enumerate(order)}
+    small = ModelEngine(config(max_loras=2, kv_cache_tokens=60, max_num_tokens=9), runner)
+    tokens, errors = run(small, {index: (prompt, folder) for index, folder in enumerate(order)})
+    assert not errors and tokens == {index: expected[folder] for index, folder in enumerate(order)}, "also when they are preempted"
+    assert small.stats()["preemptions"] > 0
     assert len(runner._adapters) == 2 and engine.stats()["loras_loaded"] == 2 and engine.stats()["lora_loads"] >= 8
 
 
