@@ -99,14 +99,17 @@ def test_each_sequence_of_a_batch_gets_its_own_adapter(name: str, size: int, tmp
 
 
 def run(
-    engine: ModelEngine, requests: Mapping[int, tuple[Int32, Path | None]], before: Callable[[], object] = lambda: None
+    engine: ModelEngine,
+    requests: Mapping[int, tuple[Int32, Path | None]],
+    before: Callable[[], object] = lambda: None,
+    max_tokens: int = 8,
 ) -> tuple[dict[int, list[int]], dict[int, str]]:
     """Tokens and errors of requests, each of a prompt and an adapter. ``before`` is called when all are submitted and none has run."""
     tokens: dict[int, list[int]] = {request_id: [] for request_id in requests}
     errors: dict[int, str] = {}
     for request_id, (prompt, lora) in requests.items():
-        params = SamplingParams(max_tokens=8)
-        engine.submit(EngineRequest(request_id, prompt, params, 8, seed=0, lora=None if lora is None else str(lora)))
+        params = SamplingParams(max_tokens=max_tokens)
+        engine.submit(EngineRequest(request_id, prompt, params, max_tokens, seed=0, lora=None if lora is None else str(lora)))
     before()
     while engine.has_work:
         outputs = engine.step()
@@ -136,11 +139,20 @@ def test_more_adapters_than_places_take_turns_and_share_no_cache(tmp_path: Path)
     for _ in range(2):
         tokens, errors = run(engine, {index: (prompt, folder) for index, folder in enumerate(order)})
         assert not errors and tokens == {index: expected[folder] for index, folder in enumerate(order)}
-    small = ModelEngine(config(max_loras=2, kv_cache_tokens=60, max_num_tokens=9), runner)
-    tokens, errors = run(small, {index: (prompt, folder) for index, folder in enumerate(order)})
-    assert not errors and tokens == {index: expected[folder] for index, folder in enumerate(order)}, "also when they are preempted"
-    assert small.stats()["preemptions"] > 0
     assert len(runner._adapters) == 2 and engine.stats()["loras_loaded"] == 2 and engine.stats()["lora_loads"] >= 8
+
+
+def test_requests_that_are_preempted_go_on_with_their_adapters(tmp_path: Path) -> None:
+    """A45 for adapters."""
+    model = random_model(tiny_config(), seed=9)
+    folders = [tmp_path / str(index) for index in range(3)]
+    for index, folder in enumerate(folders):
+        write_adapter(folder, model, seed=index)
+    requests = {index: (tokens_of(index, 9), [*folders, None][index % 4]) for index in range(8)}
+    expected = run(ModelEngine(config(max_loras=3), runner_of(model, max_loras=3)), requests, max_tokens=24)
+    engine = ModelEngine(config(max_loras=2, kv_cache_tokens=64, max_num_tokens=9), runner_of(model, max_loras=2))
+    assert run(engine, requests, max_tokens=24) == expected and not expected[1]
+    assert engine.stats()["preemptions"] > 0 and engine.stats()["lora_loads"] > 3
 
 
 def test_a_beam_search_keeps_its_adapter(tmp_path: Path) -> None:
