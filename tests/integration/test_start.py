@@ -196,15 +196,14 @@ def test_a_start_that_takes_too_long_says_which_rank_is_where():
     assert took < LONG and nothing_left(executor)
 
 
-@pytest.mark.parametrize("channel", ["request", "result"])
-def test_a_stranger_who_takes_a_channel_fails_the_start_and_no_request(channel):
+def test_a_stranger_who_takes_a_channel_fails_the_start_and_no_request():
     """A4, A9: of the same user, without the key, and there before rank 0 is. READY means that frames have crossed both channels."""
     executor = make(1)
     executor.launch()
     assert eventually(lambda: executor._dispatcher.world.greeting is not None)
     with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
         stranger.set(zmq.LINGER, 0)
-        stranger.connect(f"ipc://{folder(executor) / channel}")
+        stranger.connect(f"ipc://{folder(executor)}/request")
         with pytest.raises(StartupError, match=r"rank 0 .*: the request or the result channel was taken by another process"):
             executor.wait_ready()
     assert nothing_left(executor)
