@@ -119,6 +119,7 @@ class Job:
         self.began = 0.0
         self.first: float | None = None
         self.ended = 0.0
+        self._submitting = asyncio.Lock()
 
     async def answer(self, prompts: list[str], bar: bool) -> None:
         """Answer them side by side. A fault of one prompt is printed in its place; any other error ends the run."""
@@ -149,12 +150,17 @@ class Job:
 
     async def _one(self, index: int, prompt: str) -> None:
         try:
-            handle = self._submit(prompt)
+            # An interrupt is seen, and an error ends the run, between turns of the event loop only. So a turn has one submission, for
+            # thousands take seconds, and one piece of each answer, for a world that is faster than we are always has the next one ready.
+            async with self._submitting:
+                handle = self._submit(prompt)
+                await asyncio.sleep(0)
             async for output in handle:
                 if self.first is None:
                     self.first = time.monotonic()
                 self.tokens += sum(len(completion.token_ids_diff) for completion in output.outputs)
                 self.printer.piece(index, output)
+                await asyncio.sleep(0)
         except RequestError as error:
             self.refused += 1
             self.printer.refused(index, str(error))

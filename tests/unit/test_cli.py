@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import sys
 import types
 from typing import ClassVar
@@ -245,12 +246,41 @@ def test_no_more_requests_are_under_way_than_the_world_has_use_for(llm, tmp_path
                 yield output
             under_way.remove(self)
 
-    llm._handle = lambda self, prompt: Counting(["a", "b"], prompt)
+    llm._handle = lambda self, prompt: Counting(["a"] * 30, prompt)
     file = tmp_path / "prompts"
     file.write_text("\n".join(f"p{n}" for n in range(100)))
     assert main(["generate", "--prompt-file", str(file)]) == 0
     assert len(most) == 100
-    assert max(most) <= 8  # four times max_batch_size of the stand-in
+    assert max(most) == 8  # four times max_batch_size of the stand-in
+
+
+@pytest.mark.parametrize("where", ["submit", "answer"])
+def test_an_interrupt_is_seen_though_nothing_ever_waits(where, llm, tmp_path, capsys):
+    """All answers are there at once, so no await waits; the interrupt comes in the third submission, or in the third piece written."""
+
+    class Interrupting(Handle):
+        async def __aiter__(self):
+            async for output in super().__aiter__():
+                told.append(output)
+                if where == "answer" and len(told) == 3:
+                    signal.raise_signal(signal.SIGINT)
+                yield output
+
+    submitted, told = [], []
+
+    def handle(self, prompt):
+        submitted.append(prompt)
+        if where == "submit" and len(submitted) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return Interrupting("piece by piece", prompt)
+
+    llm._handle = handle
+    file = tmp_path / "prompts"
+    file.write_text("\n".join(f"p{n}" for n in range(100)))
+    assert main(["generate", "--prompt-file", str(file), "--json", "--stream"]) == 130
+    assert capsys.readouterr().err == "headrace: interrupted\n"
+    assert len(submitted) <= 4 and len(told) < 4 * 4
+    assert llm.made[0].closed
 
 
 class Choices(Handle):
