@@ -7,15 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-class Page(NamedTuple, Generic[T]):
+class Page(NamedTuple):  # not generic: before Python 3.11 a named tuple cannot be
     """``records`` follow each other; ``next``: the number after the last; ``lost``: so many before the first were dropped unread."""
 
-    records: tuple[T, ...]
+    records: tuple[Any, ...]
     next: int
     lost: int
 
@@ -45,7 +45,7 @@ class Ring(Generic[T]):
             self._records.extend(records)
             self._next += len(records)
 
-    def read(self, after: int, limit: int) -> Page[T]:
+    def read(self, after: int, limit: int) -> Page:
         """At most ``limit`` records from number ``after`` on; where these are gone, from the oldest that is left on."""
         with self._lock:
             oldest = self._next - len(self._records)
