@@ -32,6 +32,21 @@ def _remade(kind: type[HeadraceError], arguments: tuple[Any, ...], attributes: d
     return error
 
 
+#: of what a foreign exception says, which may be of any length
+MAX_DESCRIPTION_CHARS = 1000
+
+
+def described(error: BaseException) -> str:
+    """An exception of foreign code in one bounded text. Never raises, whatever the exception's own ``__str__`` does."""
+    try:
+        says = str(error)
+    except BaseException as second:  # foreign code again
+        says = f"<its message could not be made: {type(second).__name__}>"
+    if len(says) > MAX_DESCRIPTION_CHARS:
+        says = f"{says[:MAX_DESCRIPTION_CHARS]}... ({len(says)} characters)"
+    return f"{type(error).__name__}: {says}"
+
+
 class RequestError(HeadraceError, ValueError):
     """A request that cannot be served as it was asked; nothing else is disturbed."""
 

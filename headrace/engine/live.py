@@ -15,7 +15,7 @@ from headrace.engine.sampler import NO_TOKEN, RowSampling, sample
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Chunk
 from headrace.engine.sequence import Sequence as LiveSequence
-from headrace.errors import RequestError
+from headrace.errors import RequestError, described
 from headrace.outputs import FinishReason
 
 log = logging.getLogger("headrace.engine")
@@ -192,7 +192,7 @@ class LiveRequests:
 
     def _fail_sampling(self, live: Live, error: Exception, outputs: StepOutputs) -> None:
         log.error("request %d could not be sampled", live.request.request_id, exc_info=error)
-        text = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, RequestError) else described(error)
         self.fail(live, f"the next token could not be sampled: {text}", outputs)
 
     def _accept(self, live: Live, token: int, outputs: StepOutputs) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.base import EngineRequest, Float32
-from headrace.errors import RequestError
+from headrace.errors import RequestError, described
 
 FORBIDDEN = np.float32(-np.inf)
 
@@ -150,9 +150,9 @@ class _Processors:
         self._request_id = request_id
         try:
             loaded = pickle.loads(pickled)
-        except Exception as error:  # whatever the user's module raises while it is imported
-            raise RequestError(f"the logits processor could not be loaded: {type(error).__name__}: {error}") from error
-        self._processors: tuple[Callable[..., Any], ...] = tuple(loaded) if isinstance(loaded, list | tuple) else (loaded,)
+            self._processors: tuple[Callable[..., Any], ...] = tuple(loaded) if isinstance(loaded, list | tuple) else (loaded,)
+        except BaseException as error:  # whatever the user's module raises while it is imported: to leave the world is not for it
+            raise RequestError(f"the logits processor could not be loaded: {described(error)}") from error
         if not all(callable(processor) for processor in self._processors):
             raise RequestError("a logits processor is no callable")
 
@@ -162,13 +162,16 @@ class _Processors:
         for processor in self._processors:
             try:
                 changed = processor(self._request_id, logits, token_ids)
-            except (Exception, SystemExit) as error:
-                raise RequestError(f"the logits processor raised {type(error).__name__}: {error}") from error
-            if changed is not None and changed is not logits:
-                changed = np.asarray(changed)
-                if changed.shape != logits.shape:
-                    raise RequestError(f"the logits processor gave logits of shape {list(changed.shape)} instead of {list(logits.shape)}")
-                logits[:] = changed
+                if changed is None or changed is logits:
+                    continue
+                changed = np.asarray(changed)  # may run code of the user's too
+            except BaseException as error:  # SystemExit, KeyboardInterrupt and CancelledError concern this request too
+                raise RequestError(f"the logits processor raised {described(error)}") from error
+            if changed.shape != logits.shape:
+                raise RequestError(f"the logits processor gave logits of shape {list(changed.shape)} instead of {list(logits.shape)}")
+            if changed.dtype.kind not in "biuf":
+                raise RequestError(f"the logits processor gave logits of type {changed.dtype}, which are no real numbers")
+            logits[:] = changed
 
 
 class _BadTokens:

@@ -214,7 +214,10 @@ class Taken:
         """float32 [tokens, vocabulary]; None unless asked for."""
         if not self.wanted.logits:
             return None
-        return np.frombuffer(bytearray().join(self._logits), dtype=np.float32).reshape(-1, self.wanted.logits)
+        if len(self._logits) != 1:
+            # Once: a choice that has ended is asked again with every piece that another one streams.
+            self._logits = [bytearray().join(self._logits)]
+        return np.frombuffer(self._logits[0], dtype=np.float32).reshape(-1, self.wanted.logits)
 
     def context_logits(self) -> Any:
         """float32 [prompt tokens, vocabulary]; None unless asked for and complete."""

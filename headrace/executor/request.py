@@ -30,6 +30,10 @@ SEED_STEP = 0x4F1BBCDCBFA53E0B
 MAX_SALT_CHARS = 1024
 #: of pickled logits processors: each rank keeps them, and they cross with every request that uses them
 MAX_PROCESSOR_BYTES = 16 << 20
+#: of all that a request is given beside its tokens, by its numbers: logits of a long prompt would fill the memory of the user process
+MAX_BESIDE_BYTES = 4 << 30
+#: of one logprob, as its reader sees it: an object, and an entry of a dictionary
+LOGPROB_BYTES = 160
 
 #: Its own generator: a user who seeds the global one does not expect all requests to be sampled alike from then on.
 _seeds = random.Random()
@@ -147,6 +151,7 @@ class Checker:
             if request.timeout <= 0:
                 raise RequestError(f"timeout={request.timeout} is out of range: it must be more than 0 seconds")
             deadline = time.monotonic() + request.timeout
+        _check_beside(shared, len(token_ids), max_tokens)
         seed = _seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         choices = []
         new_stage = request.new_stage
@@ -227,6 +232,22 @@ class Checker:
             others = msgspec.structs.replace(first, prompt_logprobs=None, return_context_logits=False)
         kinds = tuple((own, _wanted(own, vocabulary)) for own in ((first,) if width == 1 else (first, others)))
         return _Shared(kinds, width, processors)
+
+
+def _check_beside(shared: _Shared, prompt_tokens: int, max_tokens: int) -> None:
+    """Raises RequestError if the logprobs and logits of all choices can take more than ``MAX_BESIDE_BYTES``."""
+    total = 0
+    for index in range(shared.width):
+        wanted = shared.kinds[index > 0][1]
+        if wanted is None:
+            return  # and so do all others
+        total += max_tokens * (LOGPROB_BYTES * wanted.width + 4 * wanted.logits)
+        total += prompt_tokens * (LOGPROB_BYTES * wanted.prompt_width + 4 * wanted.context_logits)
+    if total > MAX_BESIDE_BYTES:
+        raise RequestError(
+            f"the logprobs and logits of {prompt_tokens} prompt tokens and {shared.width} times up to {max_tokens} tokens can take "
+            f"{total >> 20} MiB; at most {MAX_BESIDE_BYTES >> 20} MiB are allowed: ask for fewer, or set a lower max_tokens"
+        )
 
 
 def child_seed(seed: int, index: int) -> int:

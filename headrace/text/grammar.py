@@ -62,7 +62,8 @@ def grammar_of(params: GuidedDecodingParams) -> str:
             return grammar_from("grammar", params.grammar)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"guided decoding: {_shortened(str(error))}") from None
-    source = "start: " + " | ".join(json.dumps(one) for one in params.choice)
+    # One terminal, which the lexer reads as one automaton: of rules a parser takes no more than 2000 side by side.
+    source = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(one) for one in params.choice)
     if len(source) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"guided decoding: the choices have {len(source)} characters together; at most {MAX_GRAMMAR_CHARS} are allowed")
     return LLMatcher.grammar_from_lark(source)

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.engine import base as engine
 from headrace.engine.base import Engine, EngineRequest, Float32, Int32, Runner, StepOutputs
-from headrace.errors import ChannelFullError
+from headrace.errors import ChannelFullError, described
 from headrace.ipc.channel import Channel
 from headrace.ipc.messages import (
     AnyMessage,
@@ -170,6 +170,8 @@ class Leader:
         # If one length is wrong, nobody knows whose tokens are whose.
         whole = tokens.size == 4 * sum(lengths) and min(lengths, default=1) >= 1
         flat = tokens.view(np.int32) if whole else np.empty(0, dtype=np.int32)
+        # Shared by all requests of one callable: each would otherwise hold some megabytes of its own.
+        processors = [bytes(buffer.view) for buffer in message.processors]
         now = self._clock()
         end = 0
         for head in message.requests:
@@ -189,14 +191,14 @@ class Leader:
                 priority=head.priority,
                 cache_salt=head.cache_salt,
                 lora=None if head.lora < 0 else message.loras[head.lora].path,
-                processor=None if head.processor < 0 else bytes(message.processors[head.processor].view),
+                processor=None if head.processor < 0 else processors[head.processor],
             )
             try:
                 self._engine.submit(request)
             except Exception as error:
                 # Whatever it is, it concerns this request: a fault of the world itself shows in a step.
                 log.exception("request %d could not be submitted to the engine", head.request_id)
-                self._refuse(head.request_id, f"the engine could not take the request: {type(error).__name__}: {error}")
+                self._refuse(head.request_id, f"the engine could not take the request: {described(error)}")
                 continue
             if head.timeout is not None:
                 self._deadlines.add(head.request_id, now + min(head.timeout, LONGEST_TIMEOUT))

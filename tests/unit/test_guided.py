@@ -25,7 +25,7 @@ from headrace.engine.plan import StepPlan
 from headrace.errors import ModelError, RequestError
 from headrace.ipc.messages import Shutdown
 from headrace.outputs import FinishReason
-from headrace.params import GuidedDecodingParams, SamplingParams
+from headrace.params import MAX_GUIDED_CHOICES, GuidedDecodingParams, SamplingParams
 from headrace.text.grammar import compile_grammar, grammar_of, grammar_tokens
 from headrace.text.vocabulary import Vocabulary
 from headrace.worker.loop import ASK_AGAIN, RETRY_FULL
@@ -109,6 +109,14 @@ def test_choices_and_grammars() -> None:
     for seed in range(5):
         assert re.fullmatch(r"(\(*)ab(\)*)", text := text_of(walk(TokenConstraint(nested, VOCAB, [END]), seed)))
         assert text.count("(") == text.count(")")
+
+
+def test_the_most_choices_that_may_be_given_work_to_their_end() -> None:
+    """Invariant 7: what the check lets pass does not fail when half of it is generated."""
+    choices = [f"item {number} of many" for number in range(MAX_GUIDED_CHOICES)]
+    compiled = grammar(choice=choices)
+    for seed in range(3):
+        assert text_of(walk(TokenConstraint(compiled, VOCAB, [END]), seed)) in choices
 
 
 def test_the_end_is_allowed_exactly_where_the_text_is_complete() -> None:

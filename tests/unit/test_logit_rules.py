@@ -180,6 +180,34 @@ def leave(request_id: int, logits: Any, token_ids: list[int]) -> None:
     sys.exit(3)
 
 
+class Unspeakable(Exception):
+    """It cannot even say what went wrong, and neither can what comes instead."""
+
+    def __str__(self) -> str:
+        raise Unspeakable
+
+
+def unspeakable(request_id: int, logits: Any, token_ids: list[int]) -> None:
+    raise Unspeakable
+
+
+def interrupt(request_id: int, logits: Any, token_ids: list[int]) -> None:
+    raise KeyboardInterrupt
+
+
+def talk(request_id: int, logits: Any, token_ids: list[int]) -> None:
+    raise ValueError("x" * 1_000_000)
+
+
+def imaginary(request_id: int, logits: Any, token_ids: list[int]) -> Any:
+    return np.zeros(VOCAB, np.complex64)
+
+
+class LeavesWhenLoaded:
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
 def allow_all(request_id: int, logits: Any, token_ids: list[int]) -> Any:
     return np.zeros(VOCAB)
 
@@ -198,14 +226,26 @@ def test_what_is_forbidden_stays_forbidden_whatever_a_processor_says() -> None:
 
 @pytest.mark.parametrize(
     ("processor", "words"),
-    [(too_short, r"shape \[7\] instead of \[8\]"), (leave, "raised SystemExit: 3"), (len, "raised TypeError")],
+    [
+        (too_short, r"shape \[7\] instead of \[8\]"),
+        (imaginary, "type complex64"),
+        (leave, "raised SystemExit: 3"),
+        (interrupt, "raised KeyboardInterrupt"),
+        (unspeakable, "raised Unspeakable: <its message could not be made: Unspeakable>"),
+        (talk, r"raised ValueError: x+\.\.\. \(1000000 characters\)"),
+        (len, "raised TypeError"),
+    ],
 )
 def test_a_processor_that_fails_is_a_fault_of_its_request(processor: Any, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+    """Invariant 6: whatever it raises, and whatever that says."""
+    with pytest.raises(RequestError, match=words) as caught:
         applied([1], [], processor=pickle.dumps(processor))
+    assert len(str(caught.value)) < 1200
 
 
-@pytest.mark.parametrize("pickled", [b"", b"junk", pickle.dumps(5), pickle.dumps([len, 5]), b"cno_such_module\nname\n."])
+@pytest.mark.parametrize(
+    "pickled", [b"", b"junk", pickle.dumps(LeavesWhenLoaded()), pickle.dumps(5), pickle.dumps([len, 5]), b"cno_such_module\nname\n."]
+)
 def test_a_processor_that_cannot_be_loaded_is_refused(pickled: bytes) -> None:
     with pytest.raises(RequestError, match="logits processor"):
         rules_of([1], processor=pickled)

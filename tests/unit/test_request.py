@@ -230,6 +230,24 @@ def test_processors_that_cannot_be_sent_are_refused(monkeypatch):
         checked([1], logits_processor=lambda request_id, logits, token_ids: None)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"return_context_logits": True}, {"return_generation_logits": True, "n": 2}, {"logprobs": 3, "n": 2}, {"prompt_logprobs": 5}],
+    ids=str,
+)
+def test_what_comes_beside_the_tokens_of_a_request_is_bounded(fields, monkeypatch):
+    """Invariants 7 and 8, A34."""
+    prompt, params = [1] * 5, {"max_tokens": 3, "temperature": 1.0, **fields}
+    rows = 5 if "n" not in fields else 2 * 3
+    row = request.LOGPROB_BYTES * (1 + fields.get("logprobs", fields.get("prompt_logprobs", 0)))
+    if any("logits" in name for name in fields):
+        row = 4 * VOCABULARY
+    monkeypatch.setattr(request, "MAX_BESIDE_BYTES", rows * row)
+    assert checked(prompt, **params)
+    monkeypatch.setattr(request, "MAX_BESIDE_BYTES", rows * row - 1)
+    assert "5 prompt tokens" in refused(prompt, **params)
+
+
 def test_an_adapter_is_a_folder_with_its_configuration(tmp_path, monkeypatch):
     """A34."""
     for path in (tmp_path / "none", tmp_path):
