@@ -62,11 +62,11 @@ class Asked:
         """Reading ended with an error."""
         self.endings.append(type(error).__name__)
 
-    def wait(self) -> None:
-        """Until it has ended. TimeoutError, the only error that is let out, is a lost request."""
+    def wait(self, patience: float) -> None:
+        """Until it has ended, within so many seconds. TimeoutError, the only error that is let out, is a lost request."""
         assert self.handle is not None
         try:
-            self.endings.append(ending_of(self.handle.result(LONG)))
+            self.endings.append(ending_of(self.handle.result(patience)))
         except HeadraceError as error:
             self.raised(error)
 
@@ -88,6 +88,7 @@ class Crowd:
         self.over = threading.Event()
         self._executor = executor
         self._rig = rig
+        self._patience = LONG * rig.pace
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, args=(client,), name=f"{client.kind}-{number}", daemon=True)
@@ -100,9 +101,9 @@ class Crowd:
             thread.start()
 
     def join(self) -> None:
-        """Until all have got what they wait for, or LONG has passed: who still waits then is a fault."""
+        """Until all have got what they wait for: who still waits when nobody should is a fault."""
         for thread in self._threads:
-            thread.join(2 * LONG)
+            thread.join(2 * self._patience)
             if thread.is_alive():
                 self.faults.append(f"client {thread.name} still waits")
 
@@ -158,7 +159,7 @@ class Crowd:
 
     def _whole(self, rng: random.Random, asked: list[Asked]) -> None:
         for one in asked:
-            one.wait()
+            one.wait(self._patience)
 
     def _stream(self, rng: random.Random, asked: list[Asked]) -> None:
         for one in asked:
