@@ -13,6 +13,8 @@ from headrace.validation import number, text
 
 MAX_NAME_CHARS = 256
 CONFIG_FILE = "adapter_config.json"
+#: of the configuration, which is read at every request
+MAX_CONFIG_BYTES = 1 << 20
 #: no adapter's rank comes near it
 MAX_RANK = 1 << 16
 
@@ -73,7 +75,11 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if not path.is_file():
         raise RequestError(f"{folder} is no LoRA adapter: it holds no {CONFIG_FILE}")
     try:
-        config = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {MAX_CONFIG_BYTES} bytes")
+        config = json.loads(data)
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"cannot read {path}: {error}") from error
     if not isinstance(config, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import threading
@@ -19,6 +20,8 @@ from headrace.engine.models.adapters import AdapterFile
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners import torch_runner
 from headrace.engine.runners.torch_runner import TorchRunner
+from headrace.errors import RequestError
+from headrace.lora import LoraRequest
 from headrace.params import SamplingParams
 from tests.adapters import SEPARATE, write_adapter
 from tests.memory_checkpoint import MemoryCheckpoint, random_model, tiny_config
@@ -286,6 +289,24 @@ def test_a_bad_adapter_ends_its_request_only(changes: dict[str, Any], words: str
     tokens, errors = run(engine, {1: (prompt, None), 2: (prompt, tmp_path / "bad"), 3: (prompt, tmp_path / "nowhere")})
     assert tokens == {1: expected[1], 2: [], 3: []}
     assert set(errors) == {2, 3} and re.search(words, errors[2]) and "cannot be read" in errors[3]
+
+
+def test_weights_that_never_end_or_are_too_large_are_not_read(tmp_path: Path) -> None:
+    """Invariant 6: they would hold up every step, or fill the memory of every rank."""
+    model = random_model(tiny_config(), seed=3)
+    for name in ("pipe", "huge"):
+        write_adapter(tmp_path / name, model, seed=1, rank=4)
+    pipe, huge = (tmp_path / name / "adapter_model.safetensors" for name in ("pipe", "huge"))
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with huge.open("r+b") as file:
+        file.truncate(1 << 40)  # a hole: no such disk is needed
+    for name, words in (("pipe", "no regular file"), ("huge", f"has {1 << 40} bytes; an adapter of rank 4 for this model has at most 1")):
+        with pytest.raises(RequestError, match=words):
+            AdapterFile(str(tmp_path / name), model.config, 64)
+    (tmp_path / "huge" / "adapter_config.json").write_text(" " * (1 << 21))
+    with pytest.raises(RequestError, match="more than 1048576 bytes"):
+        LoraRequest("huge", tmp_path / "huge")
 
 
 def test_a_world_without_adapters_refuses_them(tmp_path: Path) -> None:

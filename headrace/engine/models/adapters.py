@@ -14,7 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from headrace.checkpoint.config import ModelConfig
-from headrace.checkpoint.safetensors_file import SafetensorsFile
+from headrace.checkpoint.safetensors_file import MAX_HEADER, SafetensorsFile
 from headrace.engine.base import Float32
 from headrace.engine.models import family_of
 from headrace.engine.models.decoder import PROJECTIONS, Weight
@@ -23,6 +23,8 @@ from headrace.errors import ModelError, RequestError
 from headrace.lora import CONFIG_FILE, read_adapter_config
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+#: of the widest type that there is
+MAX_NUMBER_BYTES = 8
 #: how PEFT names its tensors: the model's own prefix follows that of two wrappers
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -54,8 +56,15 @@ class AdapterFile:
         self.rank, self._scaling = read_adapter_config(Path(path))
         if self.rank > max_rank:
             raise RequestError(f"the LoRA adapter {path} has rank {self.rank}; this world was made for at most {max_rank} (max_lora_rank)")
+        weights = Path(path) / WEIGHTS_FILE
+        # It is read whole in the middle of a step: a pipe would never end, and a file of any size would fill the memory.
+        most = MAX_HEADER + MAX_NUMBER_BYTES * self.rank * sum(rows + columns for _, (rows, columns) in self._modules())
+        if weights.exists() and not weights.is_file():
+            raise RequestError(f"{weights} is no regular file")
+        if weights.exists() and (size := weights.stat().st_size) > most:
+            raise RequestError(f"{weights} has {size} bytes; an adapter of rank {self.rank} for this model has at most {most}")
         try:
-            self._file = SafetensorsFile(Path(path) / WEIGHTS_FILE, mapped=False)
+            self._file = SafetensorsFile(weights, mapped=False)
         except ModelError as error:
             raise RequestError(str(error)) from error
         try:
