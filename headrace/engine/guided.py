@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,12 @@ COMPILER_THREADS = 2
 
 #: compiled grammars that are kept; each holds up to some megabytes, where it was used much
 MAX_COMPILED = 64
+
+
+#: CPU seconds that the grammar of one request may take beside the model, at first and with each token. An ordinary one takes 0.0001 for a
+#: token; an ambiguous one may take seconds, for which every other request of the step would wait.
+FIRST_SECONDS = 1.0
+TOKEN_SECONDS = 0.01
 
 
 class Grammar(NamedTuple):
@@ -66,6 +73,9 @@ class TokenConstraint:
         self._textual_ending = np.array([token for token in self._ending.tolist() if token not in grammar.special], dtype=np.int64)
         # Whether each token is forbidden as the next one, where that is known already.
         self._forbidden: npt.NDArray[np.bool_] | None = None
+        # What it has cost, in CPU seconds of this thread, so that a busy machine fails nobody; and what it may.
+        self._seconds = 0.0
+        self._allowance = FIRST_SECONDS
         #: nothing can follow but the end
         self.finished = False
         if len(generated) and not self._matcher.consume_tokens(list(generated)):
@@ -83,7 +93,11 @@ class TokenConstraint:
     def accept(self, token: int) -> None:
         """``token``, which does not end the request, was generated. Raises RequestError if it does not match or the matcher fails."""
         self._forbidden = None
-        if not self._matcher.consume_token(token):
+        self._allowance += TOKEN_SECONDS
+        began = time.thread_time()
+        accepted = self._matcher.consume_token(token)
+        self._seconds += time.thread_time() - began
+        if not accepted:
             raise self._failure()
         self._look_for_end()
 
@@ -98,9 +112,16 @@ class TokenConstraint:
 
     def _find_forbidden(self) -> npt.NDArray[np.bool_]:
         """By the grammar alone; what is no token of the tokenizer is forbidden, for a model may have more logits than tokens."""
+        began = time.thread_time()
         bits = self._matcher.compute_bitmask()
+        self._seconds += time.thread_time() - began
         if self._matcher.is_error():
             raise self._failure()
+        if self._seconds > self._allowance:
+            raise RequestError(
+                f"guided decoding: the grammar is too ambiguous: it took {self._seconds:.2f} s of computing, of {self._allowance:.2f} s "
+                "that it may for so many tokens"
+            )
         allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._vocab_size, bitorder="little")
         forbidden: npt.NDArray[np.bool_] = allowed == 0
         forbidden[self._num_tokens :] = True  # there, too, is the grammar's own end

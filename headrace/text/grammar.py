@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 #: MAX_GRAMMAR_CHARS allows need a quarter of it.
 STACK_SIZE = 128 * 1024 * 1024
 
+#: items that the parser makes in the search for one token's mask. Wide schemas need some thousands; the library's 50,000 let an ambiguous
+#: grammar take seconds for a token, these a fifth of one.
+MAX_STEP_ITEMS = 10_000
+
 #: seconds that a check may take; an ordinary schema takes some milliseconds, but whether patterns exclude each other can take for ever
 CHECK_SECONDS = 5.0
 
@@ -96,7 +100,7 @@ def compile_grammar(tokens: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher at its beginning. It takes milliseconds and lets other threads run. Raises RequestError if nothing can ever match."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False, step_max_items=MAX_STEP_ITEMS))
     if matcher.is_error():
         raise RequestError(f"guided decoding: {_shortened(matcher.get_error())}")
     # That nothing matches shows when the first token is looked for.

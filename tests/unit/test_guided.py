@@ -5,6 +5,7 @@ Covers A40 (endings), A43, A45 and A26 (the same text in any batch, after preemp
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -117,6 +118,24 @@ def test_the_most_choices_that_may_be_given_work_to_their_end() -> None:
     compiled = grammar(choice=choices)
     for seed in range(3):
         assert text_of(walk(TokenConstraint(compiled, VOCAB, [END]), seed)) in choices
+
+
+@pytest.mark.parametrize(("cost", "fails_at"), [(0.005, None), (0.3, 2)])
+def test_a_grammar_that_takes_too_long_fails_and_a_quick_one_never_does(
+    cost: float, fails_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariants 6 and 8: what one request costs beside the model is bounded, for all others wait."""
+    times = itertools.count()
+    monkeypatch.setattr(guided.time, "thread_time", lambda: cost * next(times))
+    constraint = TokenConstraint(grammar(regex="(ab){1000}"), VOCAB, [END])
+    for count in range(500):
+        try:
+            allowed(constraint)
+        except RequestError as error:
+            assert count == fails_at and re.search(r"too ambiguous: it took 1\.50 s of computing, of 1\.02 s", str(error))
+            return
+        constraint.accept(TOKENS.index(b"ab"))
+    assert fails_at is None
 
 
 def test_the_end_is_allowed_exactly_where_the_text_is_complete() -> None:
