@@ -254,8 +254,16 @@ def test_no_more_requests_are_under_way_than_the_world_has_use_for(llm, tmp_path
     assert max(most) == 8  # four times max_batch_size of the stand-in
 
 
+@pytest.fixture
+def interruptible():
+    """Interrupts are taken also where the tests run in the background of a shell, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("where", ["submit", "answer"])
-def test_an_interrupt_is_seen_though_nothing_ever_waits(where, llm, tmp_path, capsys):
+def test_an_interrupt_is_seen_though_nothing_ever_waits(where, llm, interruptible, tmp_path, capsys):
     """All answers are there at once, so no await waits; the interrupt comes in the third submission, or in the third piece written."""
 
     class Interrupting(Handle):
