@@ -5,6 +5,12 @@ other rows, the step, or the number of draws before. Rows are therefore worked o
 share none; that is also faster than one pass over the whole batch, because a row of 49152 floats stays in the cache from one operation to
 the next. Greedy rows cost one argmax.
 
+A token is drawn by a race, which is the Gumbel-max trick (Maddison, Tarlow, Minka: "A* Sampling", 2014) without its logarithms: every token
+arrives at an exponential time over its weight, and the first one is it. Its time comes from seed, position and token id. So logits that
+differ in their last digits, as those of one request do in batches of different sizes or over different ranks, give the same token unless
+two arrive within that difference. The inverse of a cumulative distribution, in which all differences add up, is twice as fast and gives
+another token in 1 to 5 % of draws at differences of 1e-5 to 1e-4; the race gave none in 512.
+
 Order of the filters, as in TensorRT-LLM's sampler and in transformers: logits / temperature, then top-k, then top-p of what top-k has left
 (renormalised), then min-p, whose measure is the greatest probability and so the same before and after the others, then a draw from what
 is left (renormalised again). top-k >= vocabulary, top-p >= 1 and min-p 0 filter nothing. What comes before, bias, penalties and what is
@@ -13,9 +19,10 @@ forbidden, is in the logits already (``logit_rules``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +31,13 @@ from headrace.engine.base import Float32
 from headrace.engine.logprobs import greatest
 from headrace.params import SamplingParams
 
+UInt32: TypeAlias = npt.NDArray[np.uint32]
+
 #: the token of a row that has no finite maximum
 NO_TOKEN = -1
 
 #: limits of 1 / temperature: beyond them 0 * inf would turn up in float32; at either end the distribution has long stopped changing
 _MIN_SCALE, _MAX_SCALE = 1e-30, 1e30
-
-#: weights that are added up to one in the search for a place in a long row
-_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +80,15 @@ def sample(logits: Float32, rows: Sequence[RowSampling], positions: Sequence[int
     drawn = [index for index, row in enumerate(rows) if not row.greedy and tokens[index] != NO_TOKEN]
     if drawn:
         seeds = np.array([rows[index].seed for index in drawn], dtype=np.uint64)
-        numbers = uniform(seeds, np.array([positions[index] for index in drawn], dtype=np.uint64))
-        for index, number in zip(drawn, numbers.tolist(), strict=True):
-            tokens[index] = _draw(logits[index], maxima[index], rows[index], number)
+        keys = race_keys(seeds, np.array([positions[index] for index in drawn], dtype=np.uint64))
+        for index, key in zip(drawn, keys, strict=True):
+            tokens[index] = _draw(logits[index], maxima[index], rows[index], key)
     result: list[int] = tokens.tolist()
     return result
 
 
-def _draw(logits: Float32, maximum: np.float32, row: RowSampling, number: float) -> int:
-    """Inverse CDF at ``number`` in [0, 1): over ids in descending order of their logits where a filter sorts them, else in order of id."""
+def _draw(logits: Float32, maximum: np.float32, row: RowSampling, key: UInt32) -> int:
+    """The winner of the race ``key`` [2] among the tokens [V] that the filters leave."""
     ids: npt.NDArray[np.int64] | None = None
     if row.top_k:
         ids = greatest(logits, row.top_k)
@@ -101,7 +107,7 @@ def _draw(logits: Float32, maximum: np.float32, row: RowSampling, number: float)
         # The most likely token has the weight 1.
         kept = np.flatnonzero(weights >= row.min_p)
         ids, weights = kept if ids is None else ids[kept], weights[kept]
-    chosen = _inverse_cdf(weights, number)
+    chosen = _first(weights, race_numbers(_spread(len(weights)) if ids is None else ids.astype(np.uint32) * _GOLDEN, key))
     return chosen if ids is None else int(ids[chosen])
 
 
@@ -117,33 +123,59 @@ def _nucleus(weights: Float32, top_p: float, mass: float) -> npt.NDArray[np.int6
     return np.flatnonzero(weights >= least)
 
 
-def _inverse_cdf(weights: Float32, number: float) -> int:
-    """The first index at which the sum of the weights up to it exceeds ``number`` in [0, 1) times the sum of all."""
-    start = 0
-    if len(weights) > 4 * _BLOCK:
-        # First the block, then the place in it: a running sum of the whole row takes five times as long as all else that is done to it.
-        blocks = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)), dtype=np.float64)
-        target = min(number * blocks[-1], np.nextafter(blocks[-1], 0.0))
-        block = int(np.searchsorted(blocks, target, side="right"))
-        start = block * _BLOCK
-        weights = weights[start : start + _BLOCK]
-        cumulative = np.cumsum(weights, dtype=np.float64)
-        target -= blocks[block - 1] if block else 0.0
-    else:
-        cumulative = np.cumsum(weights, dtype=np.float64)
-        target = number * cumulative[-1]
-    # The first entry above the target has a weight above 0; rounding must not lift the target to the total, above which there is none.
-    target = min(target, np.nextafter(cumulative[-1], 0.0))
-    return start + int(np.searchsorted(cumulative, target, side="right"))
+def _first(weights: Float32, numbers: UInt32) -> int:
+    """Index of the least -log(1 - u) / weight, with u = (number + 1/2) / 2**32, in exact arithmetic; the lowest of equals."""
+    # u <= -log(1 - u), so whatever `early` says is at least as early as the truth, and only what is not later than the exact time of its
+    # winner can be first: of few of them the logarithm is taken.
+    early = numbers.astype(np.float32)
+    early += np.float32(0.5)
+    early *= np.float32(2.0**-32)
+    with np.errstate(divide="ignore", over="ignore"):
+        early /= weights
+        winner = int(early.argmin())
+        candidates = np.flatnonzero(early <= 1.00001 * _times(numbers[winner : winner + 1])[0] / weights[winner])
+        return int(candidates[(_times(numbers[candidates]) / weights[candidates]).argmin()])
 
 
-def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position) pair, [n]: 53 bits of Philox4x32-10 with key = seed and counter = (position, 0)."""
+def _times(numbers: UInt32) -> npt.NDArray[np.float64]:
+    times: npt.NDArray[np.float64] = -np.log1p(-(numbers + 0.5) / 2.0**32)
+    return times
+
+
+#: 2**32 over the golden ratio: neighbouring ids become numbers that lie far apart
+_GOLDEN = np.uint32(0x9E37_79B1)
+
+
+@functools.lru_cache(maxsize=4)
+def _spread(vocab_size: int) -> UInt32:
+    spread: UInt32 = np.arange(vocab_size, dtype=np.uint32) * _GOLDEN
+    return spread
+
+
+def race_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> UInt32:
+    """64 bits for each (seed, position) pair, uint32 [n, 2]: of Philox4x32-10 with key = seed and counter = (position, 0)."""
     zeros = np.zeros_like(positions)
     first, second, _, _ = philox4x32((*_halves(positions), zeros, zeros), _halves(seeds))
-    # The 27 and 26 upper bits of two words over 2**53, as in the genrand_res53 of Matsumoto and Nishimura.
-    numbers: npt.NDArray[np.float64] = ((first >> np.uint64(5)) * 2.0**26 + (second >> np.uint64(6))) / 2.0**53
-    return numbers
+    return np.stack([first, second], axis=1).astype(np.uint32)
+
+
+def race_numbers(spread: UInt32, key: UInt32) -> UInt32:
+    """32 bits for each token, given as its id times ``_GOLDEN``, [n].
+
+    A counter-based generator of full strength would cost more than all else here; this is the integer hash triple32 of Chris Wellons
+    ("Prospecting for Hash Functions", 2018), with one word of the key before its first round and the other after it.
+    """
+    x: UInt32 = spread ^ key[0]
+    shifted = np.empty_like(x)
+    x ^= np.right_shift(x, np.uint32(17), out=shifted)
+    x *= np.uint32(0xED5A_D4BB)
+    x ^= np.right_shift(x, np.uint32(11), out=shifted)
+    x += key[1]
+    x *= np.uint32(0xAC4C_1B51)
+    x ^= np.right_shift(x, np.uint32(15), out=shifted)
+    x *= np.uint32(0x3184_8BAB)
+    x ^= np.right_shift(x, np.uint32(14), out=shifted)
+    return x
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:

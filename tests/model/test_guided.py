@@ -27,6 +27,7 @@ FREE = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM("smollm2-135m", kv_cache_tokens=8192) as llm:
+        llm.executor.ping(60.0)  # so that the control channel, whose socket comes by itself, belongs to the fixture
         yield llm
 
 

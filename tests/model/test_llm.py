@@ -35,6 +35,7 @@ WITH_TWO_RANKS = pytest.mark.parametrize("llm", [2], ids=["tp2"], indirect=True)
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=["tp1", "tp2", "tp3"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM("smollm2-135m", tensor_parallel_size=request.param, kv_cache_tokens=8192) as llm:
+        llm.executor.ping(60.0)  # so that the control channel, whose socket comes by itself, belongs to the fixture
         yield llm
 
 

@@ -179,7 +179,7 @@ def test_logits_that_are_not_finite_end_one_request() -> None:
     driver = Driver()
     driver.submit(1, [1])
     driver.submit(2, [5, NAN_TOKEN])
-    driver.submit(3, [2], temperature=1.0)
+    driver.submit(3, [2], temperature=1.0, ignore_eos=True, bad_token_ids=[NAN_TOKEN])
     driver.run()
     assert driver.ends == {1: FinishReason.LENGTH, 2: FinishReason.ERROR, 3: FinishReason.LENGTH}
     assert driver.errors == {2: "the model gave logits that are not finite after 2 tokens"}
@@ -199,7 +199,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
 
     def submit(driver: Driver) -> None:
         for request_id in (1, 2, 3):
-            driver.submit(request_id, [request_id, request_id + 10], temperature=1.0)
+            driver.submit(request_id, [request_id, request_id + 10], temperature=1.0, ignore_eos=True, bad_token_ids=[NAN_TOKEN])
         driver.submit(4, [4])
 
     undisturbed, driver = Driver(), Driver()
