@@ -71,8 +71,9 @@ def test_numbers_are_uniform_over_tokens_positions_and_seeds_and_tell_nothing_of
     rising, same = np.arange(count, dtype=np.uint64), np.full(count, 7, np.uint64)
     token = _spread(1 << 10)[700:701]
     of_tokens = race_numbers(_spread(count), race_keys(same[:1], same[:1])[0])
-    of_positions = np.array([race_numbers(token, key)[0] for key in race_keys(same, rising)])
-    of_seeds = np.array([race_numbers(token, key)[0] for key in race_keys(rising, same)])
+    of_positions = race_numbers(token, race_keys(same, rising).T)
+    of_seeds = race_numbers(token, race_keys(rising, same).T)
+    assert of_positions[5] == race_numbers(token, race_keys(same[:1], rising[5:6])[0])[0]
     for numbers in (of_tokens, of_positions, of_seeds):
         for shift in (26, 0):  # the highest bits and the lowest
             cells = (numbers >> np.uint32(shift) & np.uint32(63)).astype(np.int64)
