@@ -55,6 +55,12 @@ FAULT = "fault in the dispatch thread; it goes on"
 
 #: frames that are read before the other sources get their turn
 FRAMES_PER_TURN = 256
+#: frames that are read when a world has died, before anybody is told: more than fit between rank 0 and here; a living rank 0, whose world
+#: died by another, may go on sending
+MAX_LAST_WORDS = 8192
+#: seconds that the next of them is waited for; of a rank 0 that left in order, which has sent them all
+LAST_WORDS_PATIENCE = 0.01
+ORDERLY_PATIENCE = 0.5
 #: seconds until a full request channel is tried again
 RETRY_FULL = 0.01
 #: seconds between two looks at the deadlines of requests that no world has
@@ -170,6 +176,7 @@ class Dispatcher:
         if monitor is not None:
             starting = self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING)
             if (error := monitor.loss(now, starting)) is not None:
+                self._read_last_words(error)
                 self._handle(Lost(error))
             if monitor.gone:
                 self._handle(Gone(monitor.describe(starting)))
@@ -192,20 +199,36 @@ class Dispatcher:
     # --- what arrives
 
     def _read_results(self) -> None:
-        results = self.world.results
-        assert results is not None
         for _ in range(FRAMES_PER_TURN):
-            message = results.recv()
-            if message is None:
+            if not self._read_result(0.0):
                 return
-            if self._recorder is not None and isinstance(message, Deltas | ShutdownDone):
-                self._recorder.received(message)
-            if isinstance(message, Deltas):
-                self._deliver(message)
-            elif isinstance(message, Connected):
-                self._greeted("result")
-            else:
-                self._handle(Done())
+
+    def _read_result(self, timeout: float) -> bool:
+        """Take one frame; whether there was one."""
+        assert self.world.results is not None
+        message = self.world.results.recv(timeout)
+        if message is None:
+            return False
+        if self._recorder is not None and isinstance(message, Deltas | ShutdownDone):
+            self._recorder.received(message)
+        if isinstance(message, Deltas):
+            self._deliver(message)
+        elif isinstance(message, Connected):
+            self._greeted("result")
+        else:
+            self._handle(Done())
+        return True
+
+    def _read_last_words(self, death: EngineDeadError) -> None:
+        """What rank 0 sent before it died comes before its death, also when that is more than a turn reads, or is still on its way through
+        the thread of the sockets. Of a rank that left in order, the mark at the end is known to come.
+        """
+        patience = ORDERLY_PATIENCE if death.exit_code == 0 else LAST_WORDS_PATIENCE
+        for _ in range(MAX_LAST_WORDS):
+            if self.world.results is None or self.lifecycle.state not in (WorldState.READY, WorldState.DRAINING):
+                return
+            if not self._read_result(patience):
+                return
 
     def _read_greetings(self) -> None:
         assert self.world.requests is not None

@@ -16,7 +16,7 @@ from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Outbox
 from headrace.executor.request import CheckedRequest, GenerationRequest
 from headrace.executor.result import GenerationResult
-from headrace.ipc.messages import Buffer, Deltas, Shutdown, Submit
+from headrace.ipc.messages import Buffer, Deltas, Shutdown, ShutdownDone, Submit
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 
@@ -56,6 +56,57 @@ def test_the_last_words_of_a_dead_world_neither_count_nor_resume_what_is_held(di
     assert results[0].mailboxes[0].unread_tokens == [7] and not results[0].finished
     rests = [live.rest() for _, live in dispatcher.pairing.ledger.resume()]
     assert [(list(rest.token_ids), rest.max_tokens, rest.num_generated) for rest in rests] == [([1, 2, 7], 8, 1), ([1, 2], 9, 0)]
+
+
+class Results:
+    """A result channel in which these frames lie."""
+
+    def __init__(self, *messages: object) -> None:
+        self._messages = list(messages)
+
+    def recv(self, timeout: float | None = 0.0) -> object:
+        return self._messages.pop(0) if self._messages else None
+
+
+class Died:
+    """The monitor of a world that has died."""
+
+    deadline = None
+    gone = False
+
+    def __init__(self, exit_code: int) -> None:
+        self._loss: EngineDeadError | None = EngineDeadError("died", exit_code=exit_code)
+
+    def loss(self, now: float, starting: bool) -> EngineDeadError | None:
+        loss, self._loss = self._loss, None
+        return loss
+
+    def kill(self, attempt: int) -> None:
+        """There is nothing left."""
+
+
+def die(dispatcher: Dispatcher, exit_code: int, *frames: object) -> None:
+    """One turn of the thread, in which the death is seen while these frames have not been read."""
+    dispatcher.world.results, dispatcher.world.monitor = Results(*frames), Died(exit_code)  # type: ignore[assignment]
+    dispatcher._sources.turn = lambda timeout: None  # type: ignore[method-assign]
+    dispatcher._turn()
+
+
+def test_a_world_that_left_in_order_is_not_taken_for_dead_however_much_it_said_last(dispatcher, sent):
+    """A32: its exit may be seen while more frames wait than one turn reads."""
+    result = admit(dispatcher, 5)
+    dispatcher._handle(Close(False, 10.0))
+    die(dispatcher, 0, *[deltas(5, token) for token in range(1000)], deltas(5, finish=FinishReason.ABORT), ShutdownDone())
+    assert dispatcher.lifecycle.state is WorldState.LEAVING and result.mailboxes[0].finish is FinishReason.ABORT
+    assert result.mailboxes[0].unread_tokens == list(range(1000))
+
+
+def test_what_a_rank_sent_before_it_died_comes_before_its_death(dispatcher):
+    """A23, A26."""
+    result = admit(dispatcher, 5)
+    die(dispatcher, 137, *[deltas(5, token) for token in range(1000)])
+    assert dispatcher.lifecycle.state is WorldState.RESTARTING
+    assert result.mailboxes[0].unread_tokens == list(range(1000)) and not result.finished
 
 
 class Sent:
