@@ -130,14 +130,10 @@ def test_a_rank_that_exits_without_a_word_ends_the_start(early, tmp_path, monkey
     """A9."""
     (tmp_path / "sitecustomize.py").write_text(EXITS.format(early=early))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    executor = make(2, load_time=LONG, start_timeout=10.0 if early else LONG)
+    executor = make(2, load_time=LONG)
     error, took = failed_start(executor)
     print(f"told after {took:.2f} s: {error}")
-    # Open MPI 5.0's prterun has a fault of its own when a rank leaves while it connects: now and then it aborts (an assertion about thread
-    # priorities), and rarely it never notices; then the time limit of the start ends it.
-    if early and "rank 1 has not said hello" in str(error):
-        assert "did not become ready in time" in str(error) and took < 10.0 + SOON and nothing_left(executor)
-        return
+    # Open MPI 5.0's prterun now and then aborts by itself (an assertion about thread priorities) when a rank leaves while it connects.
     aborted = early and error.signal == signal.SIGABRT and "prterun" in error.remote_cause
     assert aborted or (error.exit_code == 3 and "exited with code 3" in str(error))
     if early:
