@@ -15,7 +15,7 @@ from headrace.errors import EngineDeadError, StartupError
 from headrace.executor.launchers.base import ExitCause, LaunchedWorld
 
 #: seconds that a death may be held back to learn its cause
-CAUSE_GRACE = 0.8
+CAUSE_GRACE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
