@@ -34,6 +34,7 @@ from headrace.executor.lifecycle import (
     Release,
     RestartPolicy,
     Resume,
+    SendFarewell,
     SendShutdown,
     Started,
     Suspend,
@@ -44,7 +45,7 @@ from headrace.executor.sources import Sources
 from headrace.executor.stacks import AskStacks, StackCollector
 from headrace.executor.startup import ProgressListener, ProgressTeller, startup_error
 from headrace.executor.world import World
-from headrace.ipc.messages import AnyMessage, Connected, Deltas, Failed, Hello, Progress, Ready, Shutdown, ShutdownDone
+from headrace.ipc.messages import AnyMessage, Connected, Deltas, Failed, Farewell, Hello, Progress, Ready, Shutdown, ShutdownDone
 from headrace.ipc.recorder import Recorder
 
 log = logging.getLogger("headrace.executor")
@@ -58,9 +59,8 @@ FRAMES_PER_TURN = 256
 #: frames that are read when a world has died, before anybody is told: more than fit between rank 0 and here; a living rank 0, whose world
 #: died by another, may go on sending
 MAX_LAST_WORDS = 8192
-#: seconds that the next of them is waited for; of a rank 0 that left in order, which has sent them all
+#: seconds that the next of them is waited for
 LAST_WORDS_PATIENCE = 0.01
-ORDERLY_PATIENCE = 0.5
 #: seconds until a full request channel is tried again
 RETRY_FULL = 0.01
 #: seconds between two looks at the deadlines of requests that no world has
@@ -156,6 +156,8 @@ class Dispatcher:
             sources.add(world.results, self._read_results)
             sources.add(world.requests, self._read_greetings)
             sources.add(world.init, self._read_init)
+            if world.births is not None:
+                sources.add(world.births.fd, self._read_births)
         except Exception as error:
             cause = error if isinstance(error, StartupError) else StartupError(f"the world could not be started: {error}")
             log.debug("no world", exc_info=True)
@@ -176,7 +178,7 @@ class Dispatcher:
         if monitor is not None:
             starting = self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING)
             if (error := monitor.loss(now, starting)) is not None:
-                self._read_last_words(error)
+                self._read_last_words()
                 self._handle(Lost(error))
             if monitor.gone:
                 self._handle(Gone(monitor.describe(starting)))
@@ -219,15 +221,14 @@ class Dispatcher:
             self._handle(Done())
         return True
 
-    def _read_last_words(self, death: EngineDeadError) -> None:
+    def _read_last_words(self) -> None:
         """What rank 0 sent before it died comes before its death, also when that is more than a turn reads, or is still on its way through
-        the thread of the sockets. Of a rank that left in order, the mark at the end is known to come.
+        the thread of the sockets.
         """
-        patience = ORDERLY_PATIENCE if death.exit_code == 0 else LAST_WORDS_PATIENCE
         for _ in range(MAX_LAST_WORDS):
             if self.world.results is None or self.lifecycle.state not in (WorldState.READY, WorldState.DRAINING):
                 return
-            if not self._read_result(patience):
+            if not self._read_result(LAST_WORDS_PATIENCE):
                 return
 
     def _read_greetings(self) -> None:
@@ -252,16 +253,26 @@ class Dispatcher:
         while not self.world.closed and (received := init.recv()) is not None:
             self._on_init(received.message)
 
+    def _read_births(self) -> None:
+        assert self.world.births is not None
+        for rank, pid in self.world.births.read():
+            self._watch(rank, pid, greeted=False)
+
+    def _watch(self, rank: int, pid: int, *, greeted: bool) -> None:
+        assert self.world.monitor is not None
+        fd = self.world.monitor.watch(rank, pid, greeted=greeted)
+        if fd is not None:
+            self._sources.add(fd, lambda: self._rank_died(fd))
+
     def _on_init(self, message: AnyMessage) -> None:
-        startup, monitor = self.world.startup, self.world.monitor
+        startup = self.world.startup
         if isinstance(message, Hello):
-            assert monitor is not None
-            pid = startup.hello(message)
-            fd = None if pid is None else monitor.watch(message.rank, pid)
-            if fd is not None:
-                self._sources.add(fd, lambda: self._rank_died(fd))
+            if (pid := startup.hello(message)) is not None:
+                self._watch(message.rank, pid, greeted=True)
             if startup.complete:
-                self.world.forget_key_file()
+                if self.world.births is not None:
+                    self._sources.remove(self.world.births.fd)
+                self.world.forget_births()
             self._progress.tell(Progress(message.rank, "hello", 0, 0))
         elif isinstance(message, Progress):
             startup.progress[message.rank] = message
@@ -356,6 +367,10 @@ class Dispatcher:
                 self.pairing.abort_held()
             self._shutdown = Shutdown(action.drain)
             self._send_shutdown()
+        elif isinstance(action, SendFarewell):
+            assert self.world.outbox is not None
+            self.world.outbox.put(Farewell())
+            self.flush()
         elif isinstance(action, Fail):
             self._shutdown = None
             self.pairing.fail_all(action.error)

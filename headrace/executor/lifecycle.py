@@ -18,7 +18,7 @@ is an argument.
     REVIVING     Lost, Expired    RESTARTING  Suspend, Kill     while the restart policy allows another world
     REVIVING     Lost, Expired    DEAD        Fail, Kill        otherwise
     REVIVING     Close            LEAVING     Fail, Kill
-    DRAINING     Done             LEAVING
+    DRAINING     Done             LEAVING     SendFarewell
     DRAINING     Lost             LEAVING     Fail, Kill
     DRAINING     Expired          LEAVING     Fail, Kill
     LEAVING      Lost, Done,
@@ -129,7 +129,7 @@ class Hurry:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The world has reported its last request and its ranks are leaving."""
+    """The world has reported its last request; its ranks leave once they are told that the report has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,11 @@ class SendShutdown:
     """
 
     drain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendFarewell:
+    """Everything that the world has sent has come: its ranks may leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +210,7 @@ class End:
     """No world will follow: the thread that executes these actions ends."""
 
 
-Action: TypeAlias = Announce | SendShutdown | Fail | Suspend | Kill | Release | Launch | Resume | End
+Action: TypeAlias = Announce | SendShutdown | SendFarewell | Fail | Suspend | Kill | Release | Launch | Resume | End
 
 
 class IllegalTransition(RuntimeError):
@@ -303,7 +308,7 @@ class Lifecycle:
     def _done(self, event: Done, now: float) -> list[Action]:
         # The deadline stays: ranks that report their end and then do not leave are killed in what is left of the budget.
         self.state = WorldState.LEAVING
-        return []
+        return [SendFarewell()]
 
     def _drain_lost(self, event: Lost, now: float) -> list[Action]:
         return self._leave_by_force(event.error, now)

@@ -1,7 +1,7 @@
 """Watches the processes of one world through pidfds: death is an event on a descriptor, not something that is looked for.
 
-A rank is no child of ours, so its pidfd tells that it died but not how; mpiexec, which is, reports the signal or exit code a moment later.
-The monitor therefore holds the first death back until mpiexec has ended too, for at most CAUSE_GRACE, and then reports it with its cause.
+A rank is no child of ours: what it wrote last comes through mpiexec, and on older kernels how it ended does too, a moment later. The
+monitor therefore holds the first death back until mpiexec has ended too, for at most CAUSE_GRACE, and then reports it with its cause.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import signal
 from dataclasses import dataclass
 
 from headrace.errors import EngineDeadError, StartupError
+from headrace.executor.exit_status import exit_cause
 from headrace.executor.launchers.base import ExitCause, LaunchedWorld
 
 #: seconds that a death may be held back to learn its cause
 CAUSE_GRACE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WatchedRank:
-    """A rank that has said hello from this machine."""
+    """A rank on this machine. ``greeted``: it has said hello, so it also tells what went wrong, and shows its stacks at a signal.
+    ``cause``: how it ended, if it has and somebody tells.
+    """
 
     rank: int
     pid: int
     pidfd: int
+    greeted: bool
+    cause: ExitCause | None = None
 
 
 class WorldMonitor:
@@ -43,18 +48,26 @@ class WorldMonitor:
     def __repr__(self) -> str:
         return f"<WorldMonitor root={self.world.pid} alive={sorted(r.rank for r in self._ranks.values())} exit={self._exit}>"
 
-    def watch(self, rank: int, pid: int) -> int | None:
-        """Watch a rank; returns the descriptor to wait for, or None when it is dead already (mpiexec will tell)."""
+    def watch(self, rank: int, pid: int, *, greeted: bool) -> int | None:
+        """Watch a rank, from its birth or from its hello on; returns the descriptor to wait for, or None when it is waited for already, or
+        was collected before (mpiexec will tell).
+        """
+        for watched in self._ranks.values():
+            if (watched.rank, watched.pid) == (rank, pid):
+                watched.greeted |= greeted
+                return None
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             return None
-        self._ranks[fd] = WatchedRank(rank, pid, fd)
+        self._ranks[fd] = WatchedRank(rank, pid, fd, greeted)
         return fd
 
     def rank_died(self, fd: int, now: float) -> None:
         """The descriptor of a rank is readable. The caller has stopped waiting for it; it is closed here."""
-        self._dead.append(self._ranks.pop(fd))
+        dead = self._ranks.pop(fd)
+        dead.cause = exit_cause(fd, dead.pid)
+        self._dead.append(dead)
         os.close(fd)
         if self._first_death is None:
             self._first_death = now
@@ -88,8 +101,9 @@ class WorldMonitor:
     def describe(self, starting: bool) -> EngineDeadError:
         """What is known about the end of this world, as the error that its waiters get."""
         kind = StartupError if starting else EngineDeadError
-        cause = self._exit or ExitCause(None, None)
         first = self._dead[0] if self._dead else None
+        # Of what mpiexec reports, which may be the end of another rank, or its own, only if nothing better is known.
+        cause = (first.cause if first is not None else None) or self._exit or ExitCause(None, None)
         if cause.signal is not None:
             how = f"was killed by signal {cause.signal} ({_signal_name(cause.signal)})"
         elif cause.exit_code is not None:
@@ -99,7 +113,7 @@ class WorldMonitor:
         who = f"rank {first.rank} (pid {first.pid})" if first else f"its root process (pid {self.world.pid})"
         tail = self.world.output_tail()
         # A rank that said hello reports its faults itself. Before that, what it wrote is all there is.
-        said = "" if first else _last_error(tail)
+        said = "" if first is not None and first.greeted else _last_error(tail)
         return kind(
             f"the worker world died{' while it started' if starting else ''}: {who} {how}{said}",
             rank=first.rank if first else None,
@@ -119,9 +133,9 @@ class WorldMonitor:
             self.world.kill(attempt)
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to one rank; nothing if it is gone, or does not run on this machine."""
+        """Send a signal to one rank that has said hello; nothing if it is gone, or does not run on this machine."""
         for watched in self._ranks.values():
-            if watched.rank == rank:
+            if watched.rank == rank and watched.greeted:
                 _send(watched.pidfd, number)
 
     def close(self) -> None:
@@ -141,8 +155,11 @@ def _send(pidfd: int, number: signal.Signals) -> None:
 
 
 def _last_error(output: str) -> str:
-    """The last line that looks like a Python exception, else the last with words in it, to append to a message."""
-    lines = [line.strip() for line in output.splitlines() if re.search(r"\w", line)]
+    """The last line that looks like a Python exception, else the last with words in it, to append to a message. What mpiexec says about it,
+    between lines of dashes or behind its host and pid, is known better.
+    """
+    own = re.sub(r"^-{20,}$.*?^-{20,}$|^\[\S+:\d+\].*?$", "", output, flags=re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for line in own.splitlines() if re.search(r"\w", line)]
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b: ", line)]
     return f"; it wrote: {(errors or lines)[-1]}" if lines else ""
 

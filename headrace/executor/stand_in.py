@@ -23,7 +23,7 @@ from headrace.errors import HeadraceError
 from headrace.executor.recorded import RecordedDelta, RecordedRequest, RecordedSession
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
-from headrace.ipc.greeting import greet
+from headrace.ipc.greeting import greet, part
 from headrace.ipc.messages import (
     AnyMessage,
     Buffer,
@@ -231,8 +231,7 @@ def _serve(bootstrap: Bootstrap, init: Channel, session: RecordedSession, speed:
             # A user process that does not read stops us here, as its memory should not grow; its close ends us, whatever we wait for.
             results.send(frame, timeout=None)
     results.send(ShutdownDone(), timeout=None)
-    results.close(linger=2.0)
-    requests.close()
+    part(requests, results)
 
 
 def _reply(message: AnyMessage, answers: Answers) -> AnyMessage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.config import EngineConfig
+from headrace.executor.births import Births
 from headrace.executor.doorbell import Doorbell
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.monitor import WorldMonitor
@@ -25,6 +26,7 @@ class World:
         # In the order in which `open` makes them; None before.
         self.session: Session | None = None
         self.monitor: WorldMonitor | None = None
+        self.births: Births | None = None
         self.bootstrap: Bootstrap | None = None
         self.init: ServedChannel | None = None
         self.results: Channel | None = None
@@ -47,6 +49,7 @@ class World:
         # Before there is anything to clear up.
         self.monitor = WorldMonitor(launcher.launch(session.path, session.path / FILE_NAME, self._config.tensor_parallel_size))
         session.make()
+        self.births = Births(session.path, self.monitor.world.pid)
         self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self.monitor.world.pid, self._config)
         self.init = bind_served(bootstrap.address("init"), bootstrap.key)
         self.results = bind_pair(bootstrap.address("result"), bootstrap.key)
@@ -56,10 +59,13 @@ class World:
         write_bootstrap(session.path, bootstrap)
         self.monitor.world.go()
 
-    def forget_key_file(self) -> None:
-        """Every rank has read the key: it leaves the disk."""
+    def forget_births(self) -> None:
+        """Every rank is known, and has read the key: what the start needed leaves the disk. Whoever waits for births has stopped."""
         if self.session is not None:
             (self.session.path / FILE_NAME).unlink(missing_ok=True)
+        if self.births is not None:
+            self.births.close()
+            self.births = None
 
     def kill(self) -> None:
         """Kill every process, harder from the second time on."""
@@ -75,6 +81,8 @@ class World:
         for end in (self.init, self.results):
             if end is not None:
                 end.close()
+        if self.births is not None:
+            self.births.close()
         if self.monitor is not None:
             self.monitor.close()
         if self.session is not None:

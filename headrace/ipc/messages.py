@@ -129,6 +129,12 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
     drain: bool
 
 
+class Farewell(Message, frozen=True, tag="farewell"):
+    """Proxy -> rank 0: ShutdownDone, and so everything before it, has come. Until then rank 0 stays, for what a receiver has not read may
+    be lost when the sender leaves.
+    """
+
+
 # --- result channel: rank 0 -> proxy --------------------------------------------------------------------------------------------------
 
 
@@ -336,12 +342,13 @@ AnyMessage = (
     | Loaded
     | Connected
     | Accepted
+    | Farewell
 )
 
 #: channel -> who sends what; the codec refuses a message that does not belong on its channel.
 #: "connector" sends from the side that connects, "binder" from the side that binds.
 CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
-    "request": {"binder": (Submit, Cancel, Shutdown, Accepted), "connector": (Connected,)},
+    "request": {"binder": (Submit, Cancel, Shutdown, Accepted, Farewell), "connector": (Connected,)},
     "result": {"binder": (), "connector": (Deltas, ShutdownDone, Connected)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
     "control": {

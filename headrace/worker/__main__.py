@@ -20,7 +20,7 @@ from headrace.engine.base import Broadcast, Engine, Runner
 from headrace.errors import HeadraceError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
-from headrace.ipc.greeting import greet
+from headrace.ipc.greeting import greet, part
 from headrace.ipc.messages import Failed, Hello, Progress, Ready
 from headrace.version import __version__
 from headrace.worker.guard import guard, set_process_name
@@ -110,8 +110,7 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     report.ready(Ready(facts=msgspec.structs.replace(engine.facts, versions=engine.facts.versions | versions)))
     leader.run()
     plans.end()
-    results.close(linger=2.0)
-    requests.close()
+    part(requests, results)
     engine.close()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ClosedError, EngineDeadError, HeadraceError
-from headrace.executor.lifecycle import WorldState
+from headrace.executor.lifecycle import Close, WorldState
 from tests.integration.worlds import LONG, Deaths, answer, completion, eventually, folder, make, pids, submit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +72,25 @@ def test_a_drain_finishes_what_runs_and_what_waits(started):
     timed(executor.close, drain=True, timeout=LONG)
     assert [completion(handle.result(0)).token_ids for handle in handles] == [answer([number], 50) for number in range(1, 7)]
     assert executor.counters() | {"finished": 6, "live": 0, "aborted": 0} == executor.counters() and all_gone(executor, deaths)
+
+
+def test_what_was_sent_last_arrives_although_the_reader_is_far_behind_when_rank_0_has_nothing_more_to_say(started):
+    """A32: more frames than a channel holds, half of them in the kernel, which drops them if their sender leaves then."""
+    executor = started(1)
+    (handle,) = submit(executor, [1], max_tokens=1500, streaming=True)
+    dispatcher, deaths = executor._dispatcher, Deaths(pids(executor))
+    handle_event, left = dispatcher._handle, threading.Event()
+
+    def stall(event) -> None:
+        handle_event(event)
+        if isinstance(event, Close):
+            # The mark is on its way and nothing is read. A rank 0 that leaves without an answer is gone long before this is over.
+            left.wait(1.5)
+
+    dispatcher._handle = stall
+    executor.close(drain=True, timeout=LONG)
+    assert completion(handle.result(0)).token_ids == answer([1], 1500)
+    assert executor.counters()["finished"] == 1 and all_gone(executor, deaths)
 
 
 def test_without_a_drain_all_are_aborted_and_keep_what_they_have(started):

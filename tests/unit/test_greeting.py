@@ -1,4 +1,4 @@
-"""The greeting of rank 0 on its pair channels, and who may be in its place (A4, A9)."""
+"""The greeting of rank 0 on its pair channels and who may be in its place (A4, A9), and its parting (A32)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.errors import ChannelError
+from headrace.errors import ChannelClosedError, ChannelError
 from headrace.ipc.channel import Address, Channel, new_key
-from headrace.ipc.greeting import Greeting, greet
+from headrace.ipc.greeting import Greeting, greet, part
 from headrace.ipc.memory_channel import bind_pair, connect_pair
-from headrace.ipc.messages import Accepted, Connected
+from headrace.ipc.messages import Accepted, Cancel, Connected, Farewell
 
 KEY = new_key()
 
@@ -89,3 +89,25 @@ def test_nothing_is_answered_before_both_were_heard_and_every_repetition_is(pair
     assert [pairs.connected[0].recv() for _ in range(3)] == [Accepted(), Accepted(), None]
     pairs.connected[1].send(Connected())
     assert pairs.bound[1].recv() == Connected()
+
+
+def test_rank_0_leaves_once_its_last_frame_was_answered_and_not_for_anything_else(pairs):
+    """A32."""
+    gone = threading.Event()
+    thread = threading.Thread(target=lambda: (part(*pairs.connected, patience=60.0), gone.set()))
+    thread.start()
+    pairs.bound[0].send(Cancel((1,)))
+    assert not gone.wait(0.1)
+    pairs.bound[0].send(Farewell())
+    assert gone.wait(20.0)
+    thread.join()
+    for end in pairs.connected:
+        with pytest.raises(ChannelClosedError):
+            end.recv()
+
+
+def test_a_user_process_that_never_answers_is_not_waited_for_for_ever(pairs):
+    """A32."""
+    part(*pairs.connected, patience=0.05)
+    with pytest.raises(ChannelClosedError):
+        pairs.connected[0].recv()

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.errors import StartupError
+from headrace.executor.births import ANNOUNCED
+from headrace.executor.births import FILE_NAME as BIRTHS
 from headrace.executor.launchers.job import Flavour, Job, start_job
 
 #: what an outer mpirun leaves in the environment; a job of its own must not inherit it
@@ -130,7 +132,7 @@ class MpiLauncher:
     def launch(self, folder: Path, bootstrap: Path, ranks: int) -> Job:
         """Prepare to start mpiexec. Raises StartupError."""
         worker = [sys.executable, "-m", "headrace.worker", str(bootstrap)]
-        job = [self._mpi.mpiexec, "-n", str(ranks), *worker]
+        job = [self._mpi.mpiexec, "-n", str(ranks), *ANNOUNCED, str(folder / BIRTHS), *worker]
         return start_job(folder, job, self._environment(folder), self._mpi.flavour)
 
     def _environment(self, folder: Path) -> dict[str, str]:
