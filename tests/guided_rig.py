@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.engine.base import EngineRequest
-from headrace.engine.guided import Grammar
+from headrace.engine.guided import Grammar, TokenConstraint
 from headrace.params import GuidedDecodingParams, SamplingParams
 from headrace.text.grammar import compile_grammar, grammar_of, grammar_tokens
 from headrace.text.vocabulary import Vocabulary
@@ -42,6 +42,13 @@ SCHEMA = {
 
 def grammar(**params: Any) -> Grammar:
     return Grammar(compile_grammar(LL_TOKENS, grammar_of(GuidedDecodingParams(**params))), len(TOKENS), VOCABULARY.special)
+
+
+def allowed(constraint: TokenConstraint) -> list[int]:
+    row = np.zeros(VOCAB, np.float32)
+    constraint.mask(row)
+    assert set(np.unique(row).tolist()) <= {0.0, -np.inf}
+    return np.flatnonzero(row == 0).tolist()
 
 
 def text_of(tokens: Sequence[int]) -> str:

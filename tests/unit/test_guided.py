@@ -16,14 +16,7 @@ from headrace.errors import ModelError, RequestError
 from headrace.params import MAX_GUIDED_CHOICES, GuidedDecodingParams
 from headrace.text.grammar import compile_grammar
 from headrace.text.vocabulary import Vocabulary
-from tests.guided_rig import END, SCHEMA, TOKENS, TOOL, VOCAB, VOCABULARY, grammar, request, text_of, wait_until
-
-
-def allowed(constraint: TokenConstraint) -> list[int]:
-    row = np.zeros(VOCAB, np.float32)
-    constraint.mask(row)
-    assert set(np.unique(row).tolist()) <= {0.0, -np.inf}
-    return np.flatnonzero(row == 0).tolist()
+from tests.guided_rig import END, SCHEMA, TOKENS, TOOL, VOCAB, VOCABULARY, allowed, grammar, request, text_of, wait_until
 
 
 def walk(constraint: TokenConstraint, seed: int, limit: int = 4000) -> list[int]:

@@ -24,7 +24,7 @@ from headrace.ipc.messages import Shutdown
 from headrace.outputs import FinishReason
 from headrace.text.grammar import compile_grammar
 from headrace.worker.loop import ASK_AGAIN, RETRY_FULL
-from tests.guided_rig import END, SCHEMA, TOKENS, TOOL, VOCAB, VOCABULARY, encode, request, text_of, wait_until
+from tests.guided_rig import END, SCHEMA, TOKENS, TOOL, VOCAB, VOCABULARY, allowed, encode, grammar, request, text_of, wait_until
 from tests.leader_rig import Rig
 from tests.tiny_runner import tiny_config
 
