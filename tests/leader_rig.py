@@ -9,10 +9,11 @@ from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import EchoEngine, EchoRunner, echo_token
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
-from headrace.ipc.messages import Buffer, Deltas, RequestHead, ShutdownDone, Submit
+from headrace.ipc.messages import Buffer, Deltas, LaneReady, RequestHead, ShutdownDone, Submit
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
-from headrace.worker.loop import RETRY_FULL, Leader
+from headrace.worker.lanes import RETRY_FULL, LaneDesk
+from headrace.worker.loop import Leader
 from tests.clock import ManualClock
 from tests.faults import Limited
 
@@ -67,7 +68,8 @@ class Rig:
         self.ends = (memory_channel.connect_pair(requests, key), memory_channel.connect_pair(results, key))
         self.clock = ManualClock(100.0)
         self.engine = EchoEngine(config, EchoRunner(self.echo, 0, lambda *at: None), lambda arrays: None)
-        self.leader = Leader(self.engine, *self.ends, clock=self.clock)
+        self.desk = LaneDesk(memory_channel.connect_pair, LaneReady(self.engine.facts, "memory://control", Buffer(key)))
+        self.leader = Leader(self.engine, *self.ends, memory_channel.MemoryPoller(), self.desk, clock=self.clock)
         self.got = Got()
 
     def submit(self, first: int, *prompts, max_tokens=3, params=PARAMS, **head) -> None:
@@ -108,3 +110,4 @@ class Rig:
         """Both sides."""
         for end in (self.requests, self.results, *self.ends):
             end.close()
+        self.desk.close()

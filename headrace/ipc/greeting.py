@@ -35,17 +35,18 @@ def greet(requests: Channel, results: Channel, make_sure: Callable[[], None], pa
     Raises:
         ChannelError: somebody else has taken a channel.
     """
-    if _answered(requests, results, patience):
+    if answered(requests, results, patience):
         return
     # It may be stopped, or starved.
     make_sure()
-    if not _answered(requests, results, patience):
+    if not answered(requests, results, patience):
         raise ChannelError(f"the request or the result channel was taken by another process: no answer came on them for {patience} s")
 
 
-def _answered(requests: Channel, results: Channel, patience: float) -> bool:
+def answered(requests: Channel, results: Channel, patience: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+    """Whether the answer comes within ``patience`` seconds, and before nobody wants it any more."""
     deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not given_up():
         for channel in (results, requests):
             # Full is one that has no other end yet.
             with contextlib.suppress(ChannelFullError):

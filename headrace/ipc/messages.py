@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import EngineFacts
+from headrace.config import EngineConfig, EngineFacts
 from headrace.params import SamplingParams
 from headrace.telemetry import IterationStats, KvCacheEvent
 
@@ -190,6 +190,16 @@ class ShutdownDone(Message, frozen=True, tag="shutdown_done"):
     """The last message of an orderly world: every request has had its terminal record."""
 
 
+class LaneReady(Message, frozen=True, tag="lane_ready"):
+    """The first message after the greeting on the result channel of a lane: its requests are served. ``facts`` as in :class:`Ready`;
+    ``control`` and ``key``: where the control channel is, and the session key that it wants.
+    """
+
+    facts: EngineFacts
+    control: str
+    key: Buffer
+
+
 # --- init-status channel: every rank <-> proxy ----------------------------------------------------------------------------------------
 
 
@@ -292,10 +302,95 @@ class ResetPrefixCache(Message, frozen=True, tag="reset_prefix_cache"):
     """Requests that are submitted after the acknowledgement find no KV blocks of earlier ones."""
 
 
+class ConnectLane(Message, frozen=True, tag="connect_lane"):
+    """Serve another user process on two pair channels, which it has bound; see ``ipc.lanes``. ``lane``: its number; ``requests`` and
+    ``results``: their endpoints; ``key``: their session key. Acknowledged at once; the process itself is told when it is served.
+    The same again is nothing, another key for the same lane replaces it.
+    """
+
+    lane: int
+    requests: str
+    results: str
+    key: Buffer
+
+
+class DropLane(Message, frozen=True, tag="drop_lane"):
+    """A user process is gone: cancel its requests and forget its channels. Unknown numbers are ignored."""
+
+    lane: int
+
+
 class ControlError(Message, frozen=True, tag="control_error"):
     """The call failed; only its caller is told."""
 
     error: str
+
+
+# --- attach and news channels: a user process that attaches <-> the one that owns the world -----------------------------------------------
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """A user process wants a lane. ``name``: its own, unique; ``news``: endpoint of its news channel, which it has bound."""
+
+    name: str
+    pid: int
+    news: str
+
+
+class Attached(Message, frozen=True, tag="attached"):
+    """The first message of the owner on the news channel. ``lane``: the number of this process; ``config``: what the world runs;
+    ``restarts``: whether a world that dies is followed by another; ``max_deaths``: of which a request is failed; ``on_hang``: what the
+    owner does about a world that hangs.
+    """
+
+    lane: int
+    owner_pid: int
+    config: EngineConfig
+    restarts: bool
+    max_deaths: int
+    on_hang: str
+
+
+class AttachRefused(Message, frozen=True, tag="attach_refused"):
+    """There is no lane for this process; ``error`` says why."""
+
+    error: str
+
+
+class LaneBound(Message, frozen=True, tag="lane_bound"):
+    """The process has bound the two channels of its lane for the world that is there, or that is to come. ``name``: of this binding."""
+
+    name: str
+    requests: str
+    results: str
+
+
+class LaneOrdered(Message, frozen=True, tag="lane_ordered"):
+    """The world has been told to connect the binding of this name."""
+
+    name: str
+
+
+class WorldHung(Message, frozen=True, tag="world_hung"):
+    """The process sees no progress of the world, although it has requests there. ``error`` is fit for users."""
+
+    error: str
+
+
+class WorldLost(Message, frozen=True, tag="world_lost"):
+    """The world is gone. ``final``: no other follows. The rest as in :class:`~headrace.errors.EngineDeadError`."""
+
+    error: str
+    final: bool
+    rank: int | None = None
+    pid: int | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    remote_cause: str = ""
+
+
+class Detach(Message, frozen=True, tag="detach"):
+    """The process leaves: what it still has in the world is cancelled."""
 
 
 # --- plan channel: rank 0 <-> each other rank -----------------------------------------------------------------------------------------
@@ -343,17 +438,30 @@ AnyMessage = (
     | Connected
     | Accepted
     | Farewell
+    | LaneReady
+    | ConnectLane
+    | DropLane
+    | Attach
+    | Attached
+    | AttachRefused
+    | LaneBound
+    | LaneOrdered
+    | WorldHung
+    | WorldLost
+    | Detach
 )
 
 #: channel -> who sends what; the codec refuses a message that does not belong on its channel.
 #: "connector" sends from the side that connects, "binder" from the side that binds.
 CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
     "request": {"binder": (Submit, Cancel, Shutdown, Accepted, Farewell), "connector": (Connected,)},
-    "result": {"binder": (), "connector": (Deltas, ShutdownDone, Connected)},
+    "result": {"binder": (), "connector": (Deltas, ShutdownDone, Connected, LaneReady)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
     "control": {
         "binder": (Ack, Pong, Stats, ControlError, KvEvents, Iterations),
-        "connector": (Ping, GetStats, GetKvEvents, GetIterations, ResetPrefixCache),
+        "connector": (Ping, GetStats, GetKvEvents, GetIterations, ResetPrefixCache, ConnectLane, DropLane),
     },
+    "attach": {"binder": (Ack,), "connector": (Attach,)},
+    "news": {"binder": (LaneBound, WorldHung, Detach), "connector": (Attached, AttachRefused, LaneOrdered, WorldLost)},
     "plan": {"binder": (Plan, PlanEnd), "connector": (Loaded,)},
 }

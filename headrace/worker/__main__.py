@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
 from headrace.ipc.greeting import greet, part
-from headrace.ipc.messages import Failed, Hello, Progress, Ready
+from headrace.ipc.messages import Buffer, Failed, Hello, LaneReady, Progress, Ready
 from headrace.version import __version__
 from headrace.worker.guard import guard, set_process_name
 from headrace.worker.stacks import show_stacks_on_signal
@@ -93,8 +93,9 @@ def load(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> tuple[Runne
 
 def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     """Rank 0, from loading to the orderly end."""
-    from headrace.ipc.zmq_channel import bind_pair, bind_served, connect_pair
+    from headrace.ipc.zmq_channel import ZmqPoller, bind_pair, bind_served, connect_pair
     from headrace.worker.control import ControlServer
+    from headrace.worker.lanes import LaneDesk
     from headrace.worker.loop import Leader, PlanSender
 
     key = bootstrap.key
@@ -104,11 +105,16 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     _, make_engine = load(bootstrap, world, report)
     engine = make_engine(plans)
     plans.wait_loaded()
-    leader = Leader(engine, requests, results)
-    ControlServer(bind_served(bootstrap.address("control"), key), leader, engine).start()
     versions = {"headrace": __version__, "python": platform.python_version(), "mpi": world.version}
-    report.ready(Ready(facts=msgspec.structs.replace(engine.facts, versions=engine.facts.versions | versions)))
+    facts = msgspec.structs.replace(engine.facts, versions=engine.facts.versions | versions)
+    control = bootstrap.address("control")
+    desk = LaneDesk(connect_pair, LaneReady(facts, control.endpoint, Buffer(key)))
+    leader = Leader(engine, requests, results, ZmqPoller(), desk)
+    ControlServer(bind_served(control, key), leader, desk, engine).start()
+    report.ready(Ready(facts=facts))
     leader.run()
+    leader.close_lanes()
+    desk.close()
     plans.end()
     part(requests, results)
     engine.close()

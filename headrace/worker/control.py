@@ -10,7 +10,9 @@ from headrace.ipc.channel import ServedChannel
 from headrace.ipc.messages import (
     Ack,
     AnyMessage,
+    ConnectLane,
     ControlError,
+    DropLane,
     GetIterations,
     GetKvEvents,
     GetStats,
@@ -21,6 +23,7 @@ from headrace.ipc.messages import (
     ResetPrefixCache,
     Stats,
 )
+from headrace.worker.lanes import LaneDesk
 from headrace.worker.loop import Leader
 
 log = logging.getLogger("headrace.worker")
@@ -36,9 +39,10 @@ class ControlServer:
     next step; see ``Engine``.
     """
 
-    def __init__(self, channel: ServedChannel, leader: Leader, engine: Engine) -> None:
+    def __init__(self, channel: ServedChannel, leader: Leader, desk: LaneDesk, engine: Engine) -> None:
         self._channel = channel
         self._leader = leader
+        self._desk = desk
         self._engine = engine
         self._thread = threading.Thread(target=self._serve, name="headrace-control", daemon=True)
 
@@ -52,7 +56,7 @@ class ControlServer:
             if isinstance(message, Ping):
                 return Pong(steps=self._leader.steps, step_age=self._leader.step_age())
             if isinstance(message, GetStats):
-                return Stats(values=self._engine.stats() | self._counters())
+                return Stats(values=self._engine.stats() | self._leader.counters())
             if isinstance(message, GetKvEvents):
                 events = self._engine.kv_events
                 return KvEvents(*events.read(message.after, min(message.limit, PAGE)), events.identity)
@@ -62,19 +66,16 @@ class ControlServer:
             if isinstance(message, ResetPrefixCache):
                 self._engine.reset_prefix_cache()
                 return Ack()
+            if isinstance(message, ConnectLane):
+                self._desk.connect(message)
+                return Ack()
+            if isinstance(message, DropLane):
+                self._desk.drop(message.lane)
+                return Ack()
             return ControlError(f"unknown call {type(message).__name__}")
         except Exception as error:
             log.exception("control call %s failed", type(message).__name__)
             return ControlError(f"{type(error).__name__}: {error}")
-
-    def _counters(self) -> dict[str, float]:
-        leader = self._leader
-        return {
-            "bad_messages": leader.bad_messages,
-            "deadlines_expired": leader.deadlines_expired,
-            "backlog_requests": len(leader.backlog),
-            "backlog_tokens": leader.backlog.tokens,
-        }
 
     def _serve(self) -> None:
         while True:

@@ -9,65 +9,83 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headrace.engine import base as engine
-from headrace.engine.base import Engine, EngineRequest, Float32, Int32, Runner, StepOutputs
-from headrace.errors import ChannelFullError, described
-from headrace.ipc.channel import Channel
+from headrace.engine.base import Engine, EngineRequest, Int32, Runner, StepOutputs
+from headrace.errors import described
+from headrace.ipc.channel import Channel, Poller
+from headrace.ipc.lanes import lane_of
 from headrace.ipc.messages import (
     AnyMessage,
-    Beam,
     Buffer,
     Cancel,
-    Deltas,
+    Farewell,
     Loaded,
-    LogprobRows,
     Plan,
     PlanEnd,
     RequestHead,
     Shutdown,
-    ShutdownDone,
     Submit,
 )
 from headrace.outputs import FinishReason
-from headrace.worker.backlog import Backlog
 from headrace.worker.deadlines import Deadlines
+from headrace.worker.lanes import RETRY_FULL, Lane, LaneDesk, split
 
 log = logging.getLogger("headrace.worker")
-
-#: seconds until a full result channel is tried again
-RETRY_FULL = 0.005
 
 #: seconds after which an engine that waits for something outside of its steps (a grammar being compiled) is asked again
 ASK_AGAIN = 0.002
 
-#: most frames of a backlog that are sent between two steps, so that a reader who comes back does not hold up the others
-BACKLOG_FRAMES = 32
+#: messages of one lane that are read before the others get their turn
+MESSAGES_PER_TURN = 256
+
+#: seconds that the end of a world waits for user processes other than its owner that do not read
+LANES_PATIENCE = 1.0
+
+#: what a user process is told that does not read while others work
+UNREAD = "the process that asked for this did not read its results, and too much of them was waiting"
 
 #: longest timeout of a request, in seconds; thirty years, so that no sum and no wait overflows
 LONGEST_TIMEOUT = 1e9
 
 
 class Leader:
-    """Rank 0. Mirror image of the proxy's dispatcher: what that one sends is read here, what is sent here it reads.
+    """Rank 0. Mirror image of the proxies' dispatchers: what those send is read here, what is sent here they read.
 
     A request's deadline is looked at before each step, so it ends at most one step late, and one that still waits never runs.
 
-    A proxy that does not read holds nobody up. What the result channel does not take is merged per request (``Backlog`` states the bound),
-    and the channel is tried again every ``RETRY_FULL`` seconds with one frame of bounded size. What a stalled proxy, or one that has come
-    back, costs a step depends on neither how long it has stalled nor how many tokens wait for it.
+    Lane 0 is that of the world's owner: its shutdown mark ends the world. That of another ends its lane. One lane alone that has so much
+    unread that its backlog is full lets the engine rest; among several it holds up nobody, and its own requests fail.
+
+    Args:
+        requests, results: of lane 0.
+        poller: of the kind that waits for such ends; the leader's own.
+        desk: where other lanes come from.
     """
 
-    def __init__(self, engine: Engine, requests: Channel, results: Channel, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Channel,
+        results: Channel,
+        poller: Poller,
+        desk: LaneDesk,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
-        self._requests = requests
-        self._results = results
         self._clock = clock
-        self._backlog = Backlog()
-        # While there is a backlog: when the channel is tried again.
-        self._retry_at = 0.0
+        self._poller = poller
+        self._desk = desk
+        self._owner = Lane(0, requests, results)
+        # Those that are served. Read by the control thread.
+        self._lanes = {0: self._owner}
+        # Those that were dropped while the engine had requests of theirs: what still comes of them is for nobody.
+        self._leaving: dict[int, Lane] = {}
+        poller.register(requests)
+        poller.register(desk.fd)
         # Holds only requests whose ending has not come out of a step.
         self._deadlines = Deadlines()
-        self._shutdown: Shutdown | None = None
+        # When the end waits no longer for lanes that do not read; None while there is other reason to go on.
+        self._end_by: float | None = None
         # Read by the control thread.
         self.steps = 0
         self.step_began: float | None = None
@@ -88,39 +106,121 @@ class Leader:
             outputs = self._engine.step()
             self.step_began = None
             self.steps += 1
-            self._forget_deadlines(outputs)
+            self._forget_ended(outputs)
             self._reply(outputs)
-        elif self._backlog:
-            self._send_backlog()
-        if self._shutdown is None or self._engine.has_work or self._engine.has_waiting or self._backlog:
-            return True
-        try:
-            self._results.send(ShutdownDone())
-        except ChannelFullError:
-            # How long a proxy that does not read may hold us up is for it to say: its close has a budget, and ends in a kill.
-            return True
-        return False
+        else:
+            now = self._clock()
+            for lane in self._lanes.values():
+                lane.send_backlog(self.steps, now)
+        self._end_lanes()
+        return not self._is_over()
 
     @property
     def _runs(self) -> bool:
         """Whether there is a step to run, and room for what it brings."""
-        return self._engine.has_work and not self._backlog.full
+        return self._engine.has_work and (len(self._lanes) > 1 or not self._owner.backlog.full)
 
-    @property
-    def backlog(self) -> Backlog:
-        """What the result channel did not take yet. For the control thread: only its numbers."""
-        return self._backlog
+    def counters(self) -> dict[str, float]:
+        """For the control thread."""
+        lanes = [*self._lanes.values()]
+        return {
+            "bad_messages": self.bad_messages,
+            "deadlines_expired": self.deadlines_expired,
+            "backlog_requests": sum(len(lane.backlog) for lane in lanes),
+            "backlog_tokens": sum(lane.backlog.tokens for lane in lanes),
+            "lanes": len(lanes),
+            "lanes_unanswered": self._desk.unanswered,
+        }
 
     def step_age(self) -> float:
         """Seconds since the running step began; 0 between steps. For the control thread."""
         began = self.step_began
         return 0.0 if began is None else self._clock() - began
 
+    def close_lanes(self) -> None:
+        """Give back the channels of every lane but the owner's."""
+        for number in [number for number in self._lanes if number]:
+            self._leave(number, linger=LANES_PATIENCE)
+
+    # --- lanes
+
+    def _take_orders(self) -> None:
+        desk = self._desk
+        desk.silence()
+        while desk.orders:
+            order = desk.orders[0]
+            if isinstance(order, Lane):
+                if order.number in self._leaving:
+                    # It came back. Records of its requests of before are still to come; they are not for those that it sends again.
+                    return
+                self._join(order)
+            else:
+                self._leave(order)
+            desk.orders.popleft()
+
+    def _join(self, lane: Lane) -> None:
+        self._lanes[lane.number] = lane
+        self._poller.register(lane.requests)
+        # It has answered on both channels, and nothing was sent since: there is room.
+        lane.results.send(self._desk.welcome)
+        log.info("lane %d joins", lane.number)
+
+    def _leave(self, number: int, linger: float = 0.0) -> None:
+        lane = self._lanes.pop(number, None)
+        if lane is None:
+            return
+        self._poller.unregister(lane.requests)
+        lane.close(linger)
+        for request_id in [*lane.live]:
+            self._engine.cancel(request_id)
+        if lane.live:
+            self._leaving[number] = lane
+        log.info("lane %d leaves, with %d requests", number, len(lane.live))
+
+    def _lane(self, number: int) -> Lane | None:
+        return self._lanes.get(number) or self._leaving.get(number)
+
+    def _end_lanes(self) -> None:
+        """Tell lanes that have ended so. They leave when they say farewell, or when the owner says that their process has gone."""
+        for lane in self._lanes.values():
+            if lane is not self._owner and lane.over and self._clock() >= lane.retry_at:
+                lane.tell_end(self._clock())
+
+    def _is_over(self) -> bool:
+        """Whether the world has ended, and its owner knows."""
+        owner, now = self._owner, self._clock()
+        if owner.shutdown is None or self._engine.has_work or self._engine.has_waiting or owner.backlog:
+            return False
+        others = [lane for lane in self._lanes.values() if lane is not owner]
+        if others:
+            if self._end_by is None:
+                self._end_by = now + LANES_PATIENCE
+            for lane in others:
+                if not lane.backlog and now >= lane.retry_at:
+                    lane.tell_end(now)
+            # Each stays until it has said farewell: what it has not read could be lost with us. Only the owner's patience ends this world.
+            if now < self._end_by:
+                return False
+        # How long an owner that does not read may hold us up is for it to say: its close has a budget, and ends in a kill.
+        return owner.tell_end(now)
+
+    # --- what comes
+
     def _receive(self, timeout: float | None) -> None:
-        message = self._requests.recv(self._patience(timeout))
-        while message is not None:
-            self._take(message)
-            message = self._requests.recv(0.0)
+        patience = self._patience(timeout)
+        if patience != 0.0:
+            self._poller.wait(patience)
+        if self._desk.orders:
+            self._take_orders()
+        for lane in [*self._lanes.values()]:
+            for _ in range(MESSAGES_PER_TURN):
+                message = lane.requests.recv(0.0)
+                if message is None:
+                    break
+                if isinstance(message, Farewell) and lane is not self._owner:
+                    self._leave(lane.number)
+                    break
+                self._take(lane, message)
 
     def _patience(self, timeout: float | None) -> float | None:
         """How long to wait for a message: not at all while there is work, else until something else is due, at most ``timeout``."""
@@ -129,13 +229,17 @@ class Leader:
         limits = [] if timeout is None else [timeout]
         if self._engine.has_waiting:
             limits.append(ASK_AGAIN)
-        if self._backlog:
-            limits.append(self._retry_at - self._clock())
-        elif self._shutdown is not None:
-            limits.append(RETRY_FULL)
+        now = self._clock()
+        for lane in self._lanes.values():
+            if lane.backlog:
+                limits.append(lane.retry_at - now)
+            elif not lane.told and (lane.over or self._owner.shutdown is not None):
+                limits.append(RETRY_FULL)
+        if self._end_by is not None:
+            limits.append(self._end_by - now)
         # An engine that holds requests has work as a rule; that deadlines are kept must not hang on it.
         if (deadline := self._deadlines.next()) is not None:
-            limits.append(deadline - self._clock())
+            limits.append(deadline - now)
         return max(0.0, min(limits)) if limits else None
 
     def _expire(self) -> None:
@@ -146,24 +250,35 @@ class Leader:
             if self._engine.cancel(request_id, FinishReason.TIMEOUT):
                 self.deadlines_expired += 1
 
-    def _forget_deadlines(self, outputs: StepOutputs) -> None:
-        if self._deadlines and any(outputs.finish):
-            for request_id, finish in zip(outputs.request_ids, outputs.finish, strict=True):
-                if finish:
-                    self._deadlines.discard(request_id)
+    def _forget_ended(self, outputs: StepOutputs) -> None:
+        if not any(outputs.finish):
+            return
+        for request_id, finish in zip(outputs.request_ids, outputs.finish, strict=True):
+            if finish:
+                self._deadlines.discard(request_id)
+                if (lane := self._lane(lane_of(request_id))) is not None:
+                    lane.live.discard(request_id)
+        for number in [number for number, lane in self._leaving.items() if not lane.live]:
+            del self._leaving[number]
 
-    def _take(self, message: AnyMessage) -> None:
+    def _take(self, lane: Lane, message: AnyMessage) -> None:
         if isinstance(message, Submit):
-            self._submit(message)
+            self._submit(lane, message)
         elif isinstance(message, Cancel):
             for request_id in message.request_ids:
-                self._engine.cancel(request_id)
+                if lane_of(request_id) == lane.number:
+                    self._engine.cancel(request_id)
+                else:
+                    self.bad_messages += 1
         elif isinstance(message, Shutdown):
-            self._shutdown = message
+            lane.shutdown = message
             if not message.drain:
-                self._engine.cancel_all()
+                # The end of the world is that of every lane.
+                for ending in (lane,) if lane is not self._owner else self._lanes.values():
+                    for request_id in [*ending.live]:
+                        self._engine.cancel(request_id)
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, lane: Lane, message: Submit) -> None:
         """A message that contradicts itself is a fault of the proxy: it ends the requests that it names, and nothing else."""
         tokens = np.frombuffer(message.token_ids.view, dtype=np.uint8)
         lengths = [head.num_prompt_tokens for head in message.requests]
@@ -176,9 +291,16 @@ class Leader:
         end = 0
         for head in message.requests:
             start, end = end, end + head.num_prompt_tokens
+            if lane_of(head.request_id) != lane.number:
+                # Nobody waits for it under this number: whoever does has not sent it.
+                self.bad_messages += 1
+                continue
             if not whole or not _makes_sense(head, message):
                 self.bad_messages += 1
-                self._refuse(head.request_id, "the request was damaged on its way to the engine")
+                self._refuse(lane, head.request_id, "the request was damaged on its way to the engine")
+                continue
+            if lane is not self._owner and self._owner.shutdown is not None:
+                self._refuse(lane, head.request_id, "the world is being closed by its owner")
                 continue
             # A copy: the message's memory is given back, and a slice would keep a whole burst alive for its last request.
             request = EngineRequest(
@@ -198,70 +320,47 @@ class Leader:
             except Exception as error:
                 # Whatever it is, it concerns this request: a fault of the world itself shows in a step.
                 log.exception("request %d could not be submitted to the engine", head.request_id)
-                self._refuse(head.request_id, f"the engine could not take the request: {described(error)}")
+                self._refuse(lane, head.request_id, f"the engine could not take the request: {described(error)}")
                 continue
+            lane.live.add(head.request_id)
             if head.timeout is not None:
                 self._deadlines.add(head.request_id, now + min(head.timeout, LONGEST_TIMEOUT))
 
-    def _refuse(self, request_id: int, error: str) -> None:
+    def _refuse(self, lane: Lane, request_id: int, error: str) -> None:
         refused = StepOutputs()
         refused.add(request_id, (), FinishReason.ERROR, error=error)
-        self._reply(refused)
+        lane.reply(refused, self.steps, self._clock())
+
+    # --- what goes
 
     def _reply(self, outputs: StepOutputs) -> None:
-        """Send one frame for the step, or keep it, merged with what was kept before. Never blocks."""
-        if self._backlog:
-            self._backlog.merge(outputs)
-            self._send_backlog()
-        elif outputs.request_ids and not self._send(outputs):
-            self._backlog.merge(outputs)
-
-    def _send_backlog(self) -> None:
-        """As much as the channel takes, within ``BACKLOG_FRAMES``, if it is time to try."""
-        if self._clock() < self._retry_at:
+        """Give every lane its share of a step, and a try to what it did not take before."""
+        now = self._clock()
+        if len(self._lanes) == 1 and not self._leaving:
+            self._owner.reply(outputs, self.steps, now)
             return
-        for _ in range(BACKLOG_FRAMES):
-            if not self._backlog:
-                return
-            frame = self._backlog.frame()
-            if not self._send(frame):
-                return
-            self._backlog.sent(frame)
+        shares = split(outputs)
+        for lane in self._lanes.values():
+            share = shares.get(lane.number)
+            if share is None:
+                lane.send_backlog(self.steps, now)
+                continue
+            if lane.failing:
+                self._explain(lane, share)
+            lane.reply(share, self.steps, now)
+            if lane.backlog.full and len(self._lanes) > 1:
+                self._fail(lane)
 
-    def _send(self, outputs: StepOutputs) -> bool:
-        """Whether the channel has taken it."""
-        message = Deltas(
-            step=self.steps,
-            request_ids=Buffer.int64(outputs.request_ids),
-            counts=Buffer.int32(outputs.counts),
-            token_ids=Buffer.int32(outputs.token_ids),
-            finish=bytes(outputs.finish),
-            stop_reasons=outputs.stop_reasons,
-            errors=outputs.errors,
-            logprobs={request_id: _rows(rows) for request_id, rows in outputs.logprobs.items()},
-            prompt_logprobs={request_id: _rows(rows) for request_id, rows in outputs.prompt_logprobs.items()},
-            generation_logits={request_id: _buffer(logits) for request_id, logits in outputs.generation_logits.items()},
-            context_logits={request_id: _buffer(logits) for request_id, logits in outputs.context_logits.items()},
-            beams={request_id: tuple(map(_beam, beams)) for request_id, beams in outputs.beams.items()},
-        )
-        try:
-            self._results.send(message)
-        except ChannelFullError:
-            self._retry_at = self._clock() + RETRY_FULL
-            return False
-        return True
+    def _fail(self, lane: Lane) -> None:
+        """Its process does not read, and the others are not to wait for it."""
+        for request_id in [*lane.live]:
+            if self._engine.cancel(request_id, FinishReason.ERROR):
+                lane.failing[request_id] = UNREAD
 
-
-def _rows(rows: engine.LogprobRows) -> LogprobRows:
-    return LogprobRows(rows.token_ids.shape[1], _buffer(rows.token_ids), _buffer(rows.logprobs), _buffer(rows.ranks))
-
-
-def _buffer(values: Int32 | Float32) -> Buffer:
-    return Buffer(np.ascontiguousarray(values))
-
-
-def _beam(beam: engine.Beam) -> Beam:
-    return Beam(Buffer.int32(beam.token_ids), int(beam.finish), beam.stop_reason, beam.cumulative_logprob, beam.score)
+    def _explain(self, lane: Lane, share: StepOutputs) -> None:
+        for request_id, finish in zip(share.request_ids, share.finish, strict=True):
+            if finish and (error := lane.failing.pop(request_id, None)) is not None and finish == FinishReason.ERROR:
+                share.errors[request_id] = error
 
 
 def _makes_sense(head: RequestHead, message: Submit) -> bool:

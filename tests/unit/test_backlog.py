@@ -15,7 +15,7 @@ from headrace.ipc.messages import Cancel
 from headrace.outputs import FinishReason
 from headrace.worker import backlog as module
 from headrace.worker.backlog import FRAME_SIZE, Backlog
-from headrace.worker.loop import BACKLOG_FRAMES, RETRY_FULL
+from headrace.worker.lanes import BACKLOG_FRAMES, RETRY_FULL
 from tests.leader_rig import Rig
 
 
@@ -127,7 +127,7 @@ def test_a_reader_who_comes_back_does_not_hold_up_the_steps(rig, monkeypatch):
     rig.iterate(1, tick=0.0)
     assert 2 * BACKLOG_FRAMES < rig.read().frames <= 3 * BACKLOG_FRAMES
     assert rig.got.tokens == {**{i: rig.answer([i], 7) for i in range(100)}, 100: rig.answer([1], 8)}
-    assert len(rig.leader._backlog) == 0
+    assert len(rig.leader._owner.backlog) == 0
 
 
 def test_a_channel_that_is_read_now_and_then_loses_nothing(monkeypatch):
@@ -146,13 +146,13 @@ def test_a_channel_that_is_read_now_and_then_loses_nothing(monkeypatch):
 def count_tries(rig: Rig) -> list[int]:
     """Tokens that each try to send encodes; the list grows."""
     tries: list[int] = []
-    send = rig.leader._results.send
+    send = rig.leader._owner.results.send
 
     def record(message) -> None:
         tries.append(len(message.token_ids.as_int32()))
         send(message)
 
-    rig.leader._results.send = record
+    rig.leader._owner.results.send = record
     return tries
 
 

@@ -14,7 +14,7 @@ from headrace.engine.base import Beam, LogprobRows, StepOutputs
 from headrace.outputs import FinishReason
 from headrace.worker import backlog as module
 from headrace.worker.backlog import Backlog
-from headrace.worker.loop import RETRY_FULL
+from headrace.worker.lanes import RETRY_FULL
 from tests.leader_rig import Rig
 
 WIDTH = 3
@@ -163,4 +163,4 @@ def test_the_engine_rests_while_a_reader_that_does_not_read_has_too_much_to_read
         rig.iterate(20)
         assert rig.leader.steps > 20
         got = rig.read()
-        assert len(got.tokens[1]) == rig.leader.steps and rig.leader._backlog._bytes == 0
+        assert len(got.tokens[1]) == rig.leader.steps and rig.leader._owner.backlog._bytes == 0

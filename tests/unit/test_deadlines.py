@@ -210,15 +210,13 @@ def test_an_idle_wait_ends_when_a_deadline_comes(rig, monkeypatch):
     rig.submit(2, [3], timeout=math.inf)
     monkeypatch.setattr(type(rig.engine), "has_work", property(lambda engine: bool(engine._ended_early.request_ids)))
     waited = []
-    recv = rig.leader._requests.recv
 
     def record(timeout):
-        if timeout:
-            waited.append(timeout)
-            rig.clock.advance(timeout)
-        return recv(0.0)
+        waited.append(timeout)
+        rig.clock.advance(timeout)
+        return []
 
-    monkeypatch.setattr(rig.leader._requests, "recv", record)
+    monkeypatch.setattr(rig.leader._poller, "wait", record)
     rig.leader.iterate(0.0)
     rig.leader.iterate(None)
     rig.leader.iterate(None)

@@ -292,14 +292,13 @@ def test_a_full_channel_is_not_tried_in_a_spin_when_there_is_no_work(rig, shutdo
         rig.requests.send(Shutdown(True))
         rig.iterate()
     timeouts = []
-    recv = rig.leader._requests.recv
 
     def record(timeout):
         timeouts.append(timeout)
         rig.clock.advance(timeout + 0.001)  # a wait ends late, never early
-        return recv(0.0)
+        return []
 
-    rig.leader._requests.recv = record
+    rig.leader._poller.wait = record
     assert rig.leader.iterate(None) and rig.leader.iterate(None)
     assert len(timeouts) == 2 and all(0 < timeout <= 0.01 for timeout in timeouts)
     channel.room = 2
@@ -366,11 +365,11 @@ def test_a_control_call_that_fails_tells_its_caller_only(rig, caplog):
     """A57."""
     key, address = new_key(), Address(channel="control", endpoint=f"memory://loop-control-{next(_names)}", peer="proxy")
     binder, caller = memory_channel.bind_served(address, key), memory_channel.connect_served(address, key)
-    server = ControlServer(binder, rig.leader, rig.engine)
+    server = ControlServer(binder, rig.leader, rig.desk, rig.engine)
     rig.submit(0, [1])
     rig.iterate()
     assert server.answer(Ping()) == Pong(steps=1, step_age=0.0)
-    counters = {"bad_messages": 0, "deadlines_expired": 0, "backlog_requests": 0, "backlog_tokens": 0}
+    counters = {"bad_messages": 0, "deadlines_expired": 0, "backlog_requests": 0, "backlog_tokens": 0, "lanes": 1, "lanes_unanswered": 0}
     assert server.answer(GetStats()) == Stats(values={**rig.engine.stats(), **counters})
     rig.engine.stats = lambda: 1 / 0
     assert server.answer(GetStats()) == ControlError(error="ZeroDivisionError: division by zero")
