@@ -52,6 +52,8 @@ from headrace.errors import ClosedError, EngineDeadError, HeadraceError, Startup
 KILL_RESERVE = 1.0
 #: Seconds between two kills of a world that does not die.
 KILL_AGAIN = 0.5
+#: Changes of the state that are remembered, the latest.
+MAX_CHANGES = 200
 
 
 class WorldState(enum.Enum):
@@ -213,6 +215,18 @@ class End:
 Action: TypeAlias = Announce | SendShutdown | SendFarewell | Fail | Suspend | Kill | Release | Launch | Resume | End
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The state has changed. ``number``: 0, 1, 2, ... of all changes; ``at``: by the clock of whoever drives; ``error``: what was said of a
+    death, or to those whom an end cut off.
+    """
+
+    number: int
+    at: float
+    state: WorldState
+    error: HeadraceError | None = None
+
+
 class IllegalTransition(RuntimeError):
     """An event that cannot happen in this state: a bug of ours. Nothing was changed."""
 
@@ -227,6 +241,8 @@ class Lifecycle:
         # Why requests are refused from now on; set once, by the first Fail, and kept: the root cause stays the root cause.
         self.error: HeadraceError | None = None
         self.restarts = 0
+        # What became of the worlds, the start included; the earliest are forgotten.
+        self.changes = deque([Change(0, now, self.state)], maxlen=MAX_CHANGES)
         self._start_timeout = start_timeout
         self._policy = policy
         # When the restarts of the current window were decided.
@@ -249,7 +265,12 @@ class Lifecycle:
         transition = _TABLE.get((self.state, type(event)))
         if transition is None:
             raise IllegalTransition(f"{event!r} in state {self.state.name}")
-        return transition(self, event, now)
+        before = self.state
+        actions = transition(self, event, now)
+        if self.state is not before:
+            error = next((action.error for action in actions if isinstance(action, Fail | Suspend)), None)
+            self.changes.append(Change(self.changes[-1].number + 1, now, self.state, error))
+        return actions
 
     def _started(self, event: Started, now: float) -> list[Action]:
         self._enter(WorldState.READY, None)

@@ -90,6 +90,11 @@ class WorldMonitor:
         """Whether mpiexec and every rank that was watched have ended."""
         return self._exit is not None and not self._ranks
 
+    @property
+    def deaths(self) -> dict[int, str]:
+        """How each rank ended that was watched and has."""
+        return {dead.rank: _how(dead.cause) for dead in self._dead}
+
     def loss(self, now: float, starting: bool) -> EngineDeadError | None:
         """The death to report, once: when its cause is known, or when it has been held back long enough."""
         deadline = self.deadline
@@ -104,12 +109,7 @@ class WorldMonitor:
         first = self._dead[0] if self._dead else None
         # Of what mpiexec reports, which may be the end of another rank, or its own, only if nothing better is known.
         cause = (first.cause if first is not None else None) or self._exit or ExitCause(None, None)
-        if cause.signal is not None:
-            how = f"was killed by signal {cause.signal} ({_signal_name(cause.signal)})"
-        elif cause.exit_code is not None:
-            how = f"exited with code {cause.exit_code}"
-        else:
-            how = "died"
+        how = _how(cause)
         who = f"rank {first.rank} (pid {first.pid})" if first else f"its root process (pid {self.world.pid})"
         tail = self.world.output_tail()
         # A rank that said hello reports its faults itself. Before that, what it wrote is all there is.
@@ -144,6 +144,14 @@ class WorldMonitor:
             os.close(fd)
         self._ranks.clear()
         self.world.close()
+
+
+def _how(cause: ExitCause | None) -> str:
+    if cause is not None and cause.signal is not None:
+        return f"was killed by signal {cause.signal} ({_signal_name(cause.signal)})"
+    if cause is not None and cause.exit_code is not None:
+        return f"exited with code {cause.exit_code}"
+    return "died"
 
 
 def _send(pidfd: int, number: signal.Signals) -> None:

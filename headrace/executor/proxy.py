@@ -18,9 +18,10 @@ from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.health import PROGRESS_LIMIT, SILENCE_LIMIT, Health, ProgressWatch, describe
 from headrace.executor.heartbeat import HangPolicy, HeartbeatThread
 from headrace.executor.launchers.base import Launcher
-from headrace.executor.lifecycle import FAIL, HOLDING, Close, Hurry, Lost, RestartPolicy, WorldState
+from headrace.executor.lifecycle import FAIL, HOLDING, Change, Close, Hurry, Lost, RestartPolicy, WorldState
 from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Admitted
+from headrace.executor.ranks import RankStatus, describe_ranks
 from headrace.executor.records import RecordReader
 from headrace.executor.request import CheckedRequest, Checker, GenerationRequest
 from headrace.executor.result import GenerationResult
@@ -173,6 +174,18 @@ class GenerationExecutorProxy:
         pids = {f"rank{rank}": hello.pid for rank, hello in sorted(world.startup.hellos.items())}
         return pids if world.monitor is None else {"root": world.monitor.world.pid, **pids}
 
+    def ranks(self) -> list[RankStatus]:
+        """Where each rank of the world that there is, or was, stands; asks nobody."""
+        world = self._dispatcher.world
+        deaths = {} if world.monitor is None else world.monitor.deaths
+        return describe_ranks(self.state, world.startup, deaths)
+
+    def changes(self) -> list[Change]:
+        """The latest changes of ``state``, at most ``MAX_CHANGES``, by time.monotonic."""
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            return list(dispatcher.lifecycle.changes)
+
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Admit requests, all or none, as one frame; returns their handles in the same order.
 
@@ -255,9 +268,12 @@ class GenerationExecutorProxy:
         """
         return self._kv_events.read(self._ask_kv_events, timeout)
 
-    def iteration_stats(self, timeout: float = 2.0) -> list[IterationStats]:
-        """Statistics of the engine's steps since the last call, each once. Raises TimeoutError, EngineDeadError, ClosedError."""
-        return self._iterations.read(self._ask_iterations, timeout)
+    def iteration_stats(self, timeout: float = 2.0, reader: RecordReader[IterationStats] | None = None) -> list[IterationStats]:
+        """Statistics of the engine's steps since the last call with this ``reader``, each once; those who give none share one.
+
+        Raises TimeoutError, EngineDeadError, ClosedError.
+        """
+        return (self._iterations if reader is None else reader).read(self._ask_iterations, timeout)
 
     def reset_prefix_cache(self, timeout: float = 2.0) -> None:
         """Requests submitted from now on find no KV blocks of earlier ones. Raises TimeoutError, EngineDeadError, ClosedError."""

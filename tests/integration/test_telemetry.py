@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from headrace import LLM, ClosedError, SamplingParams
+from headrace.executor.records import RecordReader
+from headrace.telemetry import IterationStats
 from tests.integration.worlds import LONG
 
 
@@ -25,6 +27,9 @@ def test_each_step_is_told_once_and_the_echo_engine_has_no_kv_cache() -> None:
         assert [row["numActiveRequests"] for row in stats] == [1, 1, 1, 1, 0]
         assert [row["numCompletedRequests"] for row in stats] == [0, 0, 0, 0, 1]
         assert llm.get_stats(LONG) == []
+        reader = RecordReader[IterationStats]()
+        assert [row.iteration for row in llm.executor.iteration_stats(LONG, reader)] == list(range(5)), "another reader reads for itself"
+        assert llm.executor.iteration_stats(LONG, reader) == []
         llm.generate([5, 6], SamplingParams(max_tokens=20))
         stats, events = asyncio.run(collect(llm))
         assert [row["iter"] for row in stats] == list(range(17, 25)), "the last eight"

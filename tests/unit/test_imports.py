@@ -64,6 +64,7 @@ OWNERS = {
 PURE = {
     "headrace.executor.ledger",
     "headrace.executor.lifecycle",
+    "headrace.executor.ranks",
     "headrace.ipc.codec",
     "headrace.engine.kv_cache",
     "headrace.engine.prefix",
