@@ -390,6 +390,24 @@ class LLM:
         """Requests that are submitted from now on find no KV blocks of earlier ones. Raises TimeoutError, EngineDeadError, ClosedError."""
         self._executor.reset_prefix_cache()
 
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", timeout: float | None = None) -> None:
+        """Let the engine stand still; requests that are submitted from now on wait for ``resume``.
+
+        Args:
+            mode: of the requests that were submitted before: "abort" ends them, with what they have; "wait" lets them run to their end;
+                "keep" leaves them where they are, and ``resume`` lets them go on. A second pause is about all that was submitted before it.
+            timeout: seconds until TimeoutError; None: as long as it takes. The pause goes on all the same.
+
+        Raises:
+            RequestError: ``resume`` was called before the pause was in effect.
+            TimeoutError, EngineDeadError, ClosedError.
+        """
+        self._executor.pause(mode, timeout)
+
+    def resume(self, timeout: float | None = None) -> None:
+        """Go on after ``pause``; nothing happens without one. Raises TimeoutError, EngineDeadError, ClosedError."""
+        self._executor.resume(timeout)
+
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
         self._executor.close(drain, timeout)

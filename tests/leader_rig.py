@@ -9,7 +9,7 @@ from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import EchoEngine, EchoRunner, echo_token
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
-from headrace.ipc.messages import Buffer, Deltas, LaneReady, RequestHead, ShutdownDone, Submit
+from headrace.ipc.messages import Buffer, Deltas, LaneReady, PauseState, RequestHead, ShutdownDone, Submit
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 from headrace.worker.lanes import RETRY_FULL, LaneDesk
@@ -32,12 +32,17 @@ class Got:
         self.stop_reasons: dict[int, int] = {}
         self.errors: dict[int, str] = {}
         self.frames = 0
+        # Answers to pauses and resumes: number, whether the world stands still.
+        self.marks: list[tuple[int, bool]] = []
         self.done = False
 
     def take(self, message: object) -> None:
         assert not self.done, f"{message} after the last message"
         if isinstance(message, ShutdownDone):
             self.done = True
+            return
+        if isinstance(message, PauseState):
+            self.marks.append((message.number, message.paused))
             return
         assert isinstance(message, Deltas)
         self.frames += 1

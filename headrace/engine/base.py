@@ -164,6 +164,9 @@ class Engine(Protocol):
     def step(self) -> StepOutputs:
         """Run one step on all ranks. An exception is a fault of the world."""
 
+    def take_endings(self) -> StepOutputs:
+        """The endings that the next step would begin with: those of requests that were cancelled, or could not run. Runs nothing."""
+
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name. Another thread may call it during ``step``: it reads plain numbers, iterates over nothing."""
 

@@ -172,9 +172,14 @@ class EchoEngine:
         for request_id in (*self._running, *self._waiting.ids()):
             self.cancel(request_id)
 
+    def take_endings(self) -> StepOutputs:
+        """See ``Engine``."""
+        outputs, self._ended_early = self._ended_early, StepOutputs()
+        return outputs
+
     def step(self) -> StepOutputs:
         """One token for every running request."""
-        outputs, self._ended_early = self._ended_early, StepOutputs()
+        outputs = self.take_endings()
         ended, ran = len(outputs.request_ids), len(self._running)
         while self._waiting and len(self._running) < self._echo.max_batch_size:
             running = self._waiting.first()

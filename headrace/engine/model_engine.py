@@ -224,11 +224,16 @@ class ModelEngine:
         for request_id in self._guided.ids():
             self.cancel(request_id)
 
+    def take_endings(self) -> StepOutputs:
+        """See ``Engine``."""
+        outputs, self._ended_early = self._ended_early, StepOutputs()
+        return outputs
+
     def step(self) -> StepOutputs:
         """One forward pass for all that the scheduler picks. An exception is a fault of the world; in sampling it ends one request."""
         if self._guided.has_answers:
             self._queue_guided()
-        outputs, self._ended_early = self._ended_early, StepOutputs()
+        outputs = self.take_endings()
         if self._reset_prefix_cache:
             self._reset_prefix_cache = False
             self._scheduler.forget_prefixes()

@@ -12,12 +12,13 @@ import time
 from collections import deque
 
 from headrace.config import EngineConfig, EngineFacts
-from headrace.errors import EngineDeadError, StartupError
+from headrace.errors import ClosedError, EngineDeadError, StartupError
 from headrace.executor.admission import QueueLimits
 from headrace.executor.doorbell import Doorbell
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.lifecycle import (
     HOLDING,
+    SERVING,
     Action,
     Announce,
     Close,
@@ -31,9 +32,12 @@ from headrace.executor.lifecycle import (
     Launch,
     Lifecycle,
     Lost,
+    PauseAgain,
+    PauseAsked,
     Release,
     RestartPolicy,
-    Resume,
+    ResumeAsked,
+    ResumeHeld,
     SendFarewell,
     SendShutdown,
     Started,
@@ -41,11 +45,26 @@ from headrace.executor.lifecycle import (
     WorldState,
 )
 from headrace.executor.pairing import Pairing
+from headrace.executor.pauses import PauseCalls
 from headrace.executor.sources import Sources
 from headrace.executor.stacks import AskStacks, StackCollector
 from headrace.executor.startup import ProgressListener, ProgressTeller, startup_error
 from headrace.executor.world import World
-from headrace.ipc.messages import AnyMessage, Connected, Deltas, Failed, Farewell, Hello, Progress, Ready, Shutdown, ShutdownDone
+from headrace.ipc.messages import (
+    AnyMessage,
+    Connected,
+    Deltas,
+    Failed,
+    Farewell,
+    Hello,
+    Pause,
+    PauseState,
+    Progress,
+    Ready,
+    Resume,
+    Shutdown,
+    ShutdownDone,
+)
 from headrace.ipc.recorder import Recorder
 
 log = logging.getLogger("headrace.executor")
@@ -86,6 +105,7 @@ class Dispatcher:
         # Guards the lifecycle too: what is admitted, and what a death ends, are decided under the same lock.
         self.lock = self.pairing.lock
         self.lifecycle = Lifecycle(time.monotonic(), start_timeout, policy)
+        self.pauses = PauseCalls()
         self.facts: EngineFacts | None = None
         self.stacks = StackCollector()
         self.faults = 0
@@ -217,6 +237,11 @@ class Dispatcher:
             self._deliver(message)
         elif isinstance(message, Connected):
             self._greeted("result")
+        elif isinstance(message, PauseState):
+            with self.lock:
+                # Another process may have asked for it, so that its number says nothing here.
+                if self.pauses.answered(message.number, message.paused) and self.lifecycle.state in SERVING:
+                    self.lifecycle.handle(PauseAsked() if message.paused else ResumeAsked(), time.monotonic())
         else:
             self._handle(Done())
         return True
@@ -226,7 +251,7 @@ class Dispatcher:
         the thread of the sockets.
         """
         for _ in range(MAX_LAST_WORDS):
-            if self.world.results is None or self.lifecycle.state not in (WorldState.READY, WorldState.DRAINING):
+            if self.world.results is None or self.lifecycle.state not in (*SERVING, WorldState.DRAINING):
                 return
             if not self._read_result(LAST_WORDS_PATIENCE):
                 return
@@ -242,7 +267,7 @@ class Dispatcher:
             self.world.greeting.heard(channel)
 
     def _deliver(self, deltas: Deltas) -> None:
-        self.pairing.deliver(deltas, ready=self.lifecycle.state is WorldState.READY or self._shutdown is not None)
+        self.pairing.deliver(deltas, ready=self.lifecycle.state in SERVING or self._shutdown is not None)
         self._send_shutdown()
         self.flush()
 
@@ -300,7 +325,7 @@ class Dispatcher:
                 self._handle(item)
             elif isinstance(item, Lost):
                 # The world that was meant may have died by itself meanwhile, or be on its way out.
-                if self.lifecycle.state is WorldState.READY:
+                if self.lifecycle.state in SERVING:
                     self._handle(item)
             elif isinstance(item, AskStacks):
                 # Here, for this thread closes the descriptors of ranks that die, and another process may get their numbers.
@@ -363,19 +388,29 @@ class Dispatcher:
         if isinstance(action, Announce):
             self.start_over.set()
         elif isinstance(action, SendShutdown):
+            with self.lock:
+                self.pauses.fail(ClosedError("the executor is closed"))
+                if action.drain and self.lifecycle.paused and self.world.outbox is not None:
+                    # Before the shutdown mark, which waits for those that are held, and they for what the world holds.
+                    self.world.outbox.put(Resume(self.pauses.last))
             if not action.drain:
                 self.pairing.abort_held()
             self._shutdown = Shutdown(action.drain)
             self._send_shutdown()
+            self.flush()
         elif isinstance(action, SendFarewell):
             assert self.world.outbox is not None
             self.world.outbox.put(Farewell())
             self.flush()
         elif isinstance(action, Fail):
             self._shutdown = None
+            with self.lock:
+                self.pauses.fail(action.error)
             self.pairing.fail_all(action.error)
             self.start_over.set()
         elif isinstance(action, Suspend):
+            with self.lock:
+                self.pauses.world_died()
             self.pairing.suspend(action.error)
         elif isinstance(action, Kill):
             self.world.kill()
@@ -388,7 +423,13 @@ class Dispatcher:
                 self.world = World(self._config)
                 self.pairing.outbox = None
             self._launch()
-        elif isinstance(action, Resume):
+        elif isinstance(action, PauseAgain):
+            assert self.world.outbox is not None
+            with self.lock:
+                # Not after a resume that came since this was decided: its mark is in the outbox already.
+                if self.lifecycle.paused:
+                    self.world.outbox.put(Pause(self.pauses.last, "keep"))
+        elif isinstance(action, ResumeHeld):
             self.pairing.resume()
             self.flush()
         else:

@@ -8,6 +8,7 @@ running step is.
     nothing was asked since work began          UNKNOWN
     answered, the step is within its limit      YES           RECOVERED after SUSPECT
     answered, no step ended for progress_limit  NO            SUSPECT, HUNG
+    answered, it stands still by order          UNKNOWN       RECOVERED after SUSPECT
     unanswered, for less than silence_limit     as before
     unanswered, for silence_limit               NO            SUSPECT; a remote world is HUNG
     unanswered, no progress for progress_limit  NO            HUNG
@@ -37,7 +38,7 @@ GONE = frozenset({WorldState.LEAVING, WorldState.DEAD, WorldState.REAPED, WorldS
 
 
 class Progressing(enum.Enum):
-    """Whether work goes on. UNKNOWN: there is none, or it has only just begun."""
+    """Whether work goes on. UNKNOWN: there is none, it has only just begun, or it is paused."""
 
     YES = "yes"
     NO = "no"
@@ -141,15 +142,19 @@ class ProgressWatch:
         if self._since is not None:
             self._since = now
 
-    def pong(self, steps: int, step_age: float, now: float) -> tuple[Alarm, ...]:
-        """Rank 0 has answered. ``now``: when."""
+    def pong(self, steps: int, step_age: float, now: float, paused: bool = False) -> tuple[Alarm, ...]:
+        """Rank 0 has answered. ``now``: when; ``paused``: it runs no step by order, and will not be late before it is told to go on."""
         if self._since is None:
             # The work ended while the ping was under way.
             return ()
         last = self.last
         # What was counted before this work began says nothing about it.
-        stepped = now if last is None or last.steps != steps else max(last.stepped, self._since)
+        stepped = now if paused or last is None or last.steps != steps else max(last.stepped, self._since)
         self.last = seen = Sighting(now, steps, step_age, stepped)
+        if paused:
+            recovered = self._progress()
+            self.progressing = Progressing.UNKNOWN
+            return recovered
         return self._without_progress(seen.stalled) if seen.stalled >= self._progress_limit else self._progress()
 
     def unanswered(self, asked: float, waited: float, now: float) -> tuple[Alarm, ...]:

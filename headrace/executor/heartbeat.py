@@ -177,7 +177,7 @@ class HeartbeatThread:
             self.watch.replaced()
             self.watch.working(time.monotonic())
         else:
-            self._tell(self.watch.pong(pong.steps, pong.step_age, time.monotonic()))
+            self._tell(self.watch.pong(pong.steps, pong.step_age, time.monotonic(), pong.paused))
 
     def _tell(self, alarms: tuple[Alarm, ...]) -> None:
         if not alarms:

@@ -123,6 +123,10 @@ class Ledger(Generic[H]):
     def __repr__(self) -> str:
         return f"<Ledger {self.counters()}>"
 
+    def ids(self) -> list[int]:
+        """Of all live requests, in the order of their admission."""
+        return list(self._live)
+
     def register(self, requests: Sequence[tuple[int, H]], held: bool = False) -> None:
         """Admit (id, handle) pairs, all or none; ``held``: there is no world to send them to. Ids rise over the life of the ledger."""
         last = self._highest_id

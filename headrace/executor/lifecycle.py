@@ -9,12 +9,16 @@ is an argument.
     READY        Lost             RESTARTING  Suspend, Kill     while the restart policy allows another world
     READY        Lost             DEAD        Fail, Kill        otherwise
     READY        Close            DRAINING    SendShutdown
+    READY        PauseAsked       PAUSED
+    PAUSED       ResumeAsked      READY
+    PAUSED       Lost, Close                  as READY
     RESTARTING   Gone             BACKING_OFF Release
     RESTARTING   Expired          RESTARTING  Kill
     RESTARTING   Close            LEAVING     Fail, Kill
     BACKING_OFF  Expired          REVIVING    Launch
     BACKING_OFF  Close            CLOSED      Fail, End
-    REVIVING     Started          READY       Announce, Resume
+    REVIVING     Started          READY       Announce, ResumeHeld
+    REVIVING     Started          PAUSED      Announce, PauseAgain, ResumeHeld      if it is to be paused
     REVIVING     Lost, Expired    RESTARTING  Suspend, Kill     while the restart policy allows another world
     REVIVING     Lost, Expired    DEAD        Fail, Kill        otherwise
     REVIVING     Close            LEAVING     Fail, Kill
@@ -33,7 +37,10 @@ is an argument.
     REAPED       Close            CLOSED
     RESTARTING   Lost, Started,
                  Done             RESTARTING
-    STARTING, READY, DRAINING, REVIVING       Gone: as Lost, then as Gone in the state that this leads to
+    PAUSED       PauseAsked       PAUSED
+    READY        ResumeAsked      READY
+    RESTARTING, BACKING_OFF, REVIVING         PauseAsked, ResumeAsked: nothing, but that the next world is to be paused, or is not
+    STARTING, READY, PAUSED, DRAINING, REVIVING    Gone: as Lost, then as Gone in the state that this leads to
     any, already closing                      Close: nothing (the first caller's budget stands)
     any, already closing                      Hurry: as Expired, where that can happen; nothing otherwise
 """
@@ -57,10 +64,13 @@ MAX_CHANGES = 200
 
 
 class WorldState(enum.Enum):
-    """Where the executor stands with its world. REAPED is DEAD with all processes gone and all files removed."""
+    """Where the executor stands with its world. PAUSED is READY with a pause that was asked for, in effect or not. REAPED is DEAD with all
+    processes gone and all files removed.
+    """
 
     STARTING = enum.auto()
     READY = enum.auto()
+    PAUSED = enum.auto()
     RESTARTING = enum.auto()
     BACKING_OFF = enum.auto()
     REVIVING = enum.auto()
@@ -71,6 +81,8 @@ class WorldState(enum.Enum):
     CLOSED = enum.auto()
 
 
+#: States with a world that takes requests.
+SERVING = frozenset({WorldState.READY, WorldState.PAUSED})
 #: States without a world to send to, in which requests are admitted all the same: the next world gets them.
 HOLDING = frozenset({WorldState.RESTARTING, WorldState.BACKING_OFF, WorldState.REVIVING})
 
@@ -117,6 +129,16 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseAsked:
+    """The world, and each that follows it, is to stand still."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAsked:
+    """It is to go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The owner wants an end within ``budget`` seconds."""
 
@@ -148,7 +170,7 @@ class Expired:
     report: str = ""
 
 
-Event: TypeAlias = Started | Lost | Close | Hurry | Done | Gone | Expired
+Event: TypeAlias = Started | Lost | PauseAsked | ResumeAsked | Close | Hurry | Done | Gone | Expired
 
 
 # --- actions
@@ -203,8 +225,13 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeHeld:
     """Send the new world the requests that were kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseAgain:
+    """Let the new world stand still before it gets any request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +239,7 @@ class End:
     """No world will follow: the thread that executes these actions ends."""
 
 
-Action: TypeAlias = Announce | SendShutdown | SendFarewell | Fail | Suspend | Kill | Release | Launch | Resume | End
+Action: TypeAlias = Announce | SendShutdown | SendFarewell | Fail | Suspend | Kill | Release | Launch | ResumeHeld | PauseAgain | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +268,8 @@ class Lifecycle:
         # Why requests are refused from now on; set once, by the first Fail, and kept: the root cause stays the root cause.
         self.error: HeadraceError | None = None
         self.restarts = 0
+        # Whether the world is to stand still. The same as PAUSED where there is one.
+        self.paused = False
         # What became of the worlds, the start included; the earliest are forgotten.
         self.changes = deque([Change(0, now, self.state)], maxlen=MAX_CHANGES)
         self._start_timeout = start_timeout
@@ -308,8 +337,14 @@ class Lifecycle:
         return [Launch()]
 
     def _revived(self, event: Started, now: float) -> list[Action]:
-        self._enter(WorldState.READY, None)
-        return [Announce(), Resume()]
+        self._enter(WorldState.PAUSED if self.paused else WorldState.READY, None)
+        return [Announce(), PauseAgain(), ResumeHeld()] if self.paused else [Announce(), ResumeHeld()]
+
+    def _pause(self, event: PauseAsked | ResumeAsked, now: float) -> list[Action]:
+        self.paused = isinstance(event, PauseAsked)
+        if self.state in SERVING:
+            self.state = WorldState.PAUSED if self.paused else WorldState.READY
+        return []
 
     def _abandon(self, event: Close, now: float) -> list[Action]:
         self._close_by = now + event.budget
@@ -382,7 +417,7 @@ def _too_slow(event: Expired) -> StartupError:
 
 
 _S = WorldState
-_GONE_IS_LOST = frozenset({_S.STARTING, _S.READY, _S.DRAINING, _S.REVIVING})
+_GONE_IS_LOST = frozenset({_S.STARTING, _S.READY, _S.PAUSED, _S.DRAINING, _S.REVIVING})
 _TABLE: dict[tuple[WorldState, type[Event]], Callable[..., list[Action]]] = {
     (_S.STARTING, Started): Lifecycle._started,
     (_S.STARTING, Lost): Lifecycle._lost,
@@ -390,6 +425,8 @@ _TABLE: dict[tuple[WorldState, type[Event]], Callable[..., list[Action]]] = {
     (_S.STARTING, Expired): Lifecycle._start_expired,
     (_S.READY, Lost): Lifecycle._lost_but_may_restart,
     (_S.READY, Close): Lifecycle._drain,
+    (_S.PAUSED, Lost): Lifecycle._lost_but_may_restart,
+    (_S.PAUSED, Close): Lifecycle._drain,
     (_S.RESTARTING, Lost): Lifecycle._ignore,
     (_S.RESTARTING, Started): Lifecycle._ignore,
     (_S.RESTARTING, Done): Lifecycle._ignore,
@@ -417,4 +454,5 @@ _TABLE: dict[tuple[WorldState, type[Event]], Callable[..., list[Action]]] = {
     (_S.DEAD, Expired): Lifecycle._kill_again,
     (_S.DEAD, Gone): Lifecycle._reaped,
     (_S.REAPED, Close): Lifecycle._close_reaped,
+    **{(state, event): Lifecycle._pause for state in SERVING | HOLDING for event in (PauseAsked, ResumeAsked)},
 }

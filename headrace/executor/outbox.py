@@ -1,4 +1,4 @@
-"""The way into the request channel: one order for submits, cancels and the marks of the end, and no sender thread.
+"""The way into the request channel: one order for submits, cancels and marks (pause, resume, shutdown, farewell), and no sender thread.
 
 Whoever finds the channel free sends what lies in the queue, also what others have put there meanwhile; a lone request is sent by its own
 caller at once, and a burst from many threads goes as a few large frames instead of many small ones.
@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 from headrace.errors import ChannelFullError
 from headrace.executor.request import CheckedRequest
 from headrace.ipc.channel import Channel
-from headrace.ipc.messages import Buffer, Cancel, Farewell, LoraAdapter, RequestHead, Shutdown, Submit
+from headrace.ipc.messages import Buffer, Cancel, Farewell, LoraAdapter, Pause, RequestHead, Resume, Shutdown, Submit
 from headrace.lora import LoraRequest
 from headrace.params import SamplingParams
 
@@ -30,7 +30,8 @@ class Admitted(NamedTuple):
     checked: CheckedRequest
 
 
-Item = Admitted | int | Shutdown | Farewell  # an int is a request id to cancel
+Mark: TypeAlias = Pause | Resume | Shutdown | Farewell
+Item = Admitted | int | Mark  # an int is a request id to cancel
 
 #: told of every message that was sent and that a recording holds; it does not raise
 SentHook: TypeAlias = Callable[[Submit | Cancel | Shutdown], None]
@@ -96,11 +97,13 @@ class Outbox:
             run: list[Item] = []
             try:
                 kind = type(queue[0])
-                while queue and type(queue[0]) is kind and not (alone and run):
+                # Of marks, each is a message of its own.
+                many = not alone and not issubclass(kind, Mark)
+                while queue and type(queue[0]) is kind and (many or not run):
                     run.append(queue.popleft())
                 message = _message(run)
                 self._channel.send(message)
-                if self._on_sent is not None and not isinstance(message, Farewell):
+                if self._on_sent is not None and not isinstance(message, Pause | Resume | Farewell):
                     # After it: a message that a full channel does not take is not sent, and then sent again.
                     self._on_sent(message)
             except ChannelFullError:
@@ -133,10 +136,10 @@ def _admitted(run: list[Item]) -> list[int]:
     return [item.request_id for item in run if isinstance(item, Admitted)]
 
 
-def _message(run: list[Item]) -> Submit | Cancel | Shutdown | Farewell:
-    """One message for items of one kind."""
+def _message(run: list[Item]) -> Submit | Cancel | Mark:
+    """One message for items of one kind; of marks there is one."""
     first = run[0]
-    if isinstance(first, Shutdown | Farewell):
+    if isinstance(first, Mark):
         return first
     if isinstance(first, int):
         return Cancel(request_ids=tuple(item for item in run if isinstance(item, int)))

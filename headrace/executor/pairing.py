@@ -110,6 +110,17 @@ class Pairing:
                 self._end(live, FinishReason.ABORT, waiters)
         wake(waiters)
 
+    def abort_all(self) -> list[Waiter]:
+        """End every request early. Holds the lock; gives back whom to wake without it."""
+        waiters: list[Waiter] = []
+        for request_id in self.ledger.ids():
+            verdict, live = self.ledger.cancel(request_id)
+            if verdict is Cancelled.SEND and self.outbox is not None:
+                self.outbox.put(request_id)
+            elif live is not None:
+                self._end(live, FinishReason.ABORT, waiters)
+        return waiters
+
     def expire_held(self, now: float) -> None:
         """A deadline that passes while no world watches it."""
         waiters: list[Waiter] = []

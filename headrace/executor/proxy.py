@@ -10,16 +10,31 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, ClosedError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import QueueLimits
 from headrace.executor.dispatcher import Dispatcher
+from headrace.executor.doorbell import MAX_POLL
 from headrace.executor.health import PROGRESS_LIMIT, SILENCE_LIMIT, Health, ProgressWatch, describe
 from headrace.executor.heartbeat import HangPolicy, HeartbeatThread
 from headrace.executor.launchers.base import Launcher
-from headrace.executor.lifecycle import FAIL, HOLDING, Change, Close, Hurry, Lost, RestartPolicy, WorldState
+from headrace.executor.lifecycle import (
+    FAIL,
+    HOLDING,
+    SERVING,
+    Change,
+    Close,
+    Hurry,
+    Lost,
+    PauseAsked,
+    RestartPolicy,
+    ResumeAsked,
+    WorldState,
+)
 from headrace.executor.live import LiveRequest
+from headrace.executor.mailbox import Waiter, wake
 from headrace.executor.outbox import Admitted
 from headrace.executor.ranks import RankStatus, describe_ranks
 from headrace.executor.records import RecordReader
@@ -38,9 +53,12 @@ from headrace.ipc.messages import (
     GetStats,
     Iterations,
     KvEvents,
+    Pause,
+    PauseMode,
     Ping,
     Pong,
     ResetPrefixCache,
+    Resume,
     Stats,
 )
 from headrace.ipc.recorder import Recorder
@@ -205,7 +223,7 @@ class GenerationExecutorProxy:
         results: list[GenerationResult] = []
         with dispatcher.lock:
             held = self.state in HOLDING
-            if not held and self.state is not WorldState.READY:
+            if not held and self.state not in SERVING:
                 raise self._refusal()
             pairing.admission.enter(sum(map(len, checked)), sum(len(choices) * len(choices[0].token_ids) for choices in checked))
             admitted: list[Admitted] = []
@@ -229,6 +247,68 @@ class GenerationExecutorProxy:
             if isinstance(result.error, ChannelError):
                 raise result.error.fresh()
         return results
+
+    def pause(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
+        """Let the world stand still, and return when it does; requests that are submitted from now on wait for ``resume``.
+
+        All pauses are one: a second call, whatever its mode, is about all that was submitted before it, and one ``resume`` ends them.
+        Deadlines, cancels and admission limits hold during a pause. ``close(drain=True)`` ends it, and runs to its end what waits;
+        ``close()`` aborts that. A world that dies during it is followed, if the restart policy allows, by one that is paused with ``keep``.
+
+        Args:
+            mode: of the requests that were submitted before: ``abort`` ends them, with what they have; ``wait`` lets them run to their
+                end; ``keep`` leaves them where they are, and ``resume`` lets them go on.
+            timeout: seconds until TimeoutError; None: as long as it takes. The pause goes on all the same.
+
+        Raises:
+            RequestError: ``resume`` was called before the pause was in effect.
+            TimeoutError, EngineDeadError, ClosedError.
+        """
+        if mode not in get_args(PauseMode):
+            raise RequestError(f"mode={mode!r}: it must be one of {', '.join(map(repr, get_args(PauseMode)))}")
+        self._pause(mode, timeout)
+
+    def resume(self, timeout: float | None = None) -> None:
+        """Let the world go on with everything that waits; returns when it does. Without a pause nothing happens.
+
+        Raises TimeoutError, EngineDeadError, ClosedError.
+        """
+        self._pause(None, timeout)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the world is to stand still: from the begin of ``pause`` to that of ``resume``."""
+        return self._dispatcher.lifecycle.paused and self.state in SERVING | HOLDING
+
+    def _pause(self, mode: PauseMode | None, timeout: float | None) -> None:
+        dispatcher = self._dispatcher
+        if self._is_held_here():
+            raise RuntimeError("pause and resume wait for the dispatch thread, so they cannot be called in it, or while its lock is held")
+        waiters: list[Waiter] = []
+        with dispatcher.lock:
+            if self.state not in SERVING | HOLDING:
+                raise self._refusal()
+            dispatcher.lifecycle.handle(ResumeAsked() if mode is None else PauseAsked(), time.monotonic())
+            # Registered under the lock under which a death is decided, so that it is answered, or failed with it.
+            call = dispatcher.pauses.begin(mode is not None)
+            outbox = dispatcher.world.outbox if self.state in SERVING else None
+            if mode == "abort":
+                # The world would do it too; but if it dies before, it must be known here that these are not to be run again.
+                waiters = dispatcher.pairing.abort_all()
+            if outbox is not None:
+                outbox.put(Resume(call.number) if mode is None else Pause(call.number, mode))
+            else:
+                # Nothing runs, and the next world begins as it was asked for.
+                dispatcher.pauses.answered(call.number, mode is not None)
+        wake(waiters)
+        dispatcher.flush()
+        if not call.done.wait(MAX_POLL if timeout is None else timeout):
+            with dispatcher.lock:
+                dispatcher.pauses.forget(call)
+            what = "resume" if mode is None else f"pause with mode {mode!r}"
+            raise TimeoutError(f"{what} was not in effect within {timeout} s; it goes on")
+        if call.error is not None:
+            raise call.error
 
     def health(self) -> Health:
         """How the world is, from what is known already: asks nobody, and never waits for long."""
@@ -355,7 +435,7 @@ class GenerationExecutorProxy:
             return error.fresh()
         if self.state in HOLDING:
             return EngineDeadError("the worker world died and is being restarted")
-        if self.state is WorldState.READY:
+        if self.state in SERVING:
             return EngineDeadError("the worker world died, and another has taken its place")
         return ClosedError(f"the executor is {self.state.name.lower()}")
 
@@ -365,7 +445,7 @@ class GenerationExecutorProxy:
 
         world = self._dispatcher.world
         # Not after a close, which has looked for it already; on a world that is going, calls are refused with the cause.
-        if self.state is WorldState.READY and world.bootstrap is not None and self._control_world is not world:
+        if self.state in SERVING and world.bootstrap is not None and self._control_world is not world:
             self._close_control()
             self._control = connect_served(world.bootstrap.address("control"), world.bootstrap.key)
             self._control_world = world
@@ -403,12 +483,12 @@ class GenerationExecutorProxy:
         try:
             self._open_control()
             world = self._control_world
-            if self.state is not WorldState.READY or self._control is None or world is None:
+            if self.state not in SERVING or self._control is None or world is None:
                 raise self._refusal()
             try:
                 return self._control.call(message, max(0.0, deadline - time.monotonic()), world.over.fd)
             except TimeoutError:
-                if self.state is not WorldState.READY or world.over.wait(0.0):
+                if self.state not in SERVING or world.over.wait(0.0):
                     raise self._refusal() from None
                 raise
         finally:

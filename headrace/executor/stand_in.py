@@ -33,11 +33,14 @@ from headrace.ipc.messages import (
     Failed,
     GetStats,
     Hello,
+    Pause,
+    PauseState,
     Ping,
     Pong,
     Progress,
     Ready,
     RequestHead,
+    Resume,
     Shutdown,
     ShutdownDone,
     Stats,
@@ -223,6 +226,9 @@ def _serve(bootstrap: Bootstrap, init: Channel, session: RecordedSession, speed:
             elif isinstance(message, Cancel):
                 for request_id in message.request_ids:
                     answers.cancel(request_id, now)
+            elif isinstance(message, Pause | Resume):
+                # What was recorded goes on: this world cannot stand still.
+                results.send(PauseState(message.number, paused=False), timeout=None)
             elif isinstance(message, Shutdown):
                 over = True
                 if not message.drain:

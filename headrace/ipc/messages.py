@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -135,6 +135,25 @@ class Farewell(Message, frozen=True, tag="farewell"):
     """
 
 
+#: what a pause does to the requests that the engine has: end them, let them end, or leave them where they are
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+
+
+class Pause(Message, frozen=True, tag="pause"):
+    """Requests that follow are held until the next Pause or Resume; ``mode``: what becomes of the earlier ones. Answered by PauseState when
+    the world stands still; a later mark takes the place of one that is not answered. ``number`` rises with each Pause and Resume.
+    """
+
+    number: int
+    mode: PauseMode
+
+
+class Resume(Message, frozen=True, tag="resume"):
+    """What was held or left where it was goes on. ``number`` as in :class:`Pause`; answered by PauseState."""
+
+    number: int
+
+
 # --- result channel: rank 0 -> proxy --------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +203,15 @@ class Deltas(Message, frozen=True, tag="deltas"):
     generation_logits: dict[int, Buffer] = {}
     context_logits: dict[int, Buffer] = {}
     beams: dict[int, tuple[Beam, ...]] = {}
+
+
+class PauseState(Message, frozen=True, tag="pause_state"):
+    """The marks up to ``number`` of this lane are in effect, and all results of before have been sent. ``paused``: whether the world stands
+    still. Sent to every lane, whoever asked, and to one that joins.
+    """
+
+    number: int
+    paused: bool
 
 
 class ShutdownDone(Message, frozen=True, tag="shutdown_done"):
@@ -248,10 +276,11 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """``steps`` so far; ``step_age``: seconds since the running step began, 0 when there is no work."""
+    """``steps`` so far; ``step_age``: seconds since the running step began, 0 when there is no work. ``paused``: nothing runs, by order."""
 
     steps: int
     step_age: float
+    paused: bool = False
 
 
 class GetStats(Message, frozen=True, tag="get_stats"):
@@ -449,13 +478,16 @@ AnyMessage = (
     | WorldHung
     | WorldLost
     | Detach
+    | Pause
+    | Resume
+    | PauseState
 )
 
 #: channel -> who sends what; the codec refuses a message that does not belong on its channel.
 #: "connector" sends from the side that connects, "binder" from the side that binds.
 CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
-    "request": {"binder": (Submit, Cancel, Shutdown, Accepted, Farewell), "connector": (Connected,)},
-    "result": {"binder": (), "connector": (Deltas, ShutdownDone, Connected, LaneReady)},
+    "request": {"binder": (Submit, Cancel, Shutdown, Accepted, Farewell, Pause, Resume), "connector": (Connected,)},
+    "result": {"binder": (), "connector": (Deltas, ShutdownDone, Connected, LaneReady, PauseState)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
     "control": {
         "binder": (Ack, Pong, Stats, ControlError, KvEvents, Iterations),

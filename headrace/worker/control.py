@@ -54,7 +54,8 @@ class ControlServer:
         """The reply to one call."""
         try:
             if isinstance(message, Ping):
-                return Pong(steps=self._leader.steps, step_age=self._leader.step_age())
+                leader = self._leader
+                return Pong(steps=leader.steps, step_age=leader.step_age(), paused=leader.pausing.in_effect)
             if isinstance(message, GetStats):
                 return Stats(values=self._engine.stats() | self._leader.counters())
             if isinstance(message, GetKvEvents):

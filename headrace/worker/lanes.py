@@ -21,7 +21,7 @@ from headrace.errors import ChannelFullError, HeadraceError
 from headrace.ipc.channel import Address, Channel
 from headrace.ipc.greeting import answered
 from headrace.ipc.lanes import MAX_LANE, MAX_LANES, lane_address, lane_of
-from headrace.ipc.messages import Beam, Buffer, ConnectLane, Deltas, LaneReady, LogprobRows, Shutdown, ShutdownDone
+from headrace.ipc.messages import Beam, Buffer, ConnectLane, Deltas, LaneReady, LogprobRows, PauseState, Shutdown, ShutdownDone
 from headrace.worker.backlog import Backlog
 
 log = logging.getLogger("headrace.worker")
@@ -62,6 +62,8 @@ class Lane:
         self.shutdown: Shutdown | None = None
         # ShutdownDone has been sent: nothing follows on the result channel.
         self.told = False
+        # Number of its last Pause or Resume.
+        self.mark = 0
 
     def __repr__(self) -> str:
         return f"<Lane {self.number} live={len(self.live)} backlog={len(self.backlog)} shutdown={self.shutdown} told={self.told}>"
@@ -103,6 +105,19 @@ class Lane:
             except ChannelFullError:
                 self.retry_at = now + RETRY_FULL
         return self.told
+
+    def tell_mark(self, paused: bool, now: float) -> bool:
+        """Say, behind all results of before, whether the world stands still; False: it must be tried again."""
+        if self.told:
+            return True
+        if self.backlog or now < self.retry_at:
+            return False
+        try:
+            self.results.send(PauseState(self.mark, paused))
+        except ChannelFullError:
+            self.retry_at = now + RETRY_FULL
+            return False
+        return True
 
     def close(self, linger: float) -> None:
         """Give both channels back."""

@@ -19,15 +19,19 @@ from headrace.ipc.messages import (
     Cancel,
     Farewell,
     Loaded,
+    Pause,
+    PauseMode,
     Plan,
     PlanEnd,
     RequestHead,
+    Resume,
     Shutdown,
     Submit,
 )
 from headrace.outputs import FinishReason
 from headrace.worker.deadlines import Deadlines
 from headrace.worker.lanes import RETRY_FULL, Lane, LaneDesk, split
+from headrace.worker.pausing import Pausing
 
 log = logging.getLogger("headrace.worker")
 
@@ -84,6 +88,9 @@ class Leader:
         poller.register(desk.fd)
         # Holds only requests whose ending has not come out of a step.
         self._deadlines = Deadlines()
+        self.pausing = Pausing()  # the control thread reads its numbers and ``in_effect``
+        # Lanes that do not know yet what the last mark said.
+        self._untold: set[int] = set()
         # When the end waits no longer for lanes that do not read; None while there is other reason to go on.
         self._end_by: float | None = None
         # Read by the control thread.
@@ -108,17 +115,25 @@ class Leader:
             self.steps += 1
             self._forget_ended(outputs)
             self._reply(outputs)
+        elif self.pausing.stands_still:
+            # No step brings them.
+            endings = self._engine.take_endings()
+            self._forget_ended(endings)
+            self._reply(endings)
         else:
             now = self._clock()
             for lane in self._lanes.values():
                 lane.send_backlog(self.steps, now)
+        if self._untold:
+            self._tell_mark()
         self._end_lanes()
         return not self._is_over()
 
     @property
     def _runs(self) -> bool:
         """Whether there is a step to run, and room for what it brings."""
-        return self._engine.has_work and (len(self._lanes) > 1 or not self._owner.backlog.full)
+        room = len(self._lanes) > 1 or not self._owner.backlog.full
+        return self._engine.has_work and room and not self.pausing.stands_still
 
     def counters(self) -> dict[str, float]:
         """For the control thread."""
@@ -128,6 +143,7 @@ class Leader:
             "deadlines_expired": self.deadlines_expired,
             "backlog_requests": sum(len(lane.backlog) for lane in lanes),
             "backlog_tokens": sum(lane.backlog.tokens for lane in lanes),
+            "requests_held": len(self.pausing),
             "lanes": len(lanes),
             "lanes_unanswered": self._desk.unanswered,
         }
@@ -163,6 +179,8 @@ class Leader:
         self._poller.register(lane.requests)
         # It has answered on both channels, and nothing was sent since: there is room.
         lane.results.send(self._desk.welcome)
+        # It may come from another world, or have missed a mark while it was being connected.
+        self._untold.add(lane.number)
         log.info("lane %d joins", lane.number)
 
     def _leave(self, number: int, linger: float = 0.0) -> None:
@@ -171,8 +189,13 @@ class Leader:
             return
         self._poller.unregister(lane.requests)
         lane.close(linger)
+        self._untold.discard(number)
         for request_id in [*lane.live]:
-            self._engine.cancel(request_id)
+            if self.pausing.drop(request_id):
+                lane.live.discard(request_id)
+                self._deadlines.discard(request_id)
+            else:
+                self._engine.cancel(request_id)
         if lane.live:
             self._leaving[number] = lane
         log.info("lane %d leaves, with %d requests", number, len(lane.live))
@@ -227,13 +250,13 @@ class Leader:
         if self._runs:
             return 0.0
         limits = [] if timeout is None else [timeout]
-        if self._engine.has_waiting:
+        if self._engine.has_waiting and not self.pausing.stands_still:
             limits.append(ASK_AGAIN)
         now = self._clock()
         for lane in self._lanes.values():
             if lane.backlog:
                 limits.append(lane.retry_at - now)
-            elif not lane.told and (lane.over or self._owner.shutdown is not None):
+            elif not lane.told and (lane.over or self._owner.shutdown is not None or lane.number in self._untold):
                 limits.append(RETRY_FULL)
         if self._end_by is not None:
             limits.append(self._end_by - now)
@@ -247,7 +270,7 @@ class Leader:
         if not self._deadlines:
             return
         for request_id in self._deadlines.expired(self._clock()):
-            if self._engine.cancel(request_id, FinishReason.TIMEOUT):
+            if self._cancel(request_id, FinishReason.TIMEOUT):
                 self.deadlines_expired += 1
 
     def _forget_ended(self, outputs: StepOutputs) -> None:
@@ -267,16 +290,50 @@ class Leader:
         elif isinstance(message, Cancel):
             for request_id in message.request_ids:
                 if lane_of(request_id) == lane.number:
-                    self._engine.cancel(request_id)
+                    self._cancel(request_id)
                 else:
                     self.bad_messages += 1
+        elif isinstance(message, Pause | Resume):
+            lane.mark = message.number
+            self._mark(message.mode if isinstance(message, Pause) else None)
         elif isinstance(message, Shutdown):
             lane.shutdown = message
             if not message.drain:
                 # The end of the world is that of every lane.
                 for ending in (lane,) if lane is not self._owner else self._lanes.values():
-                    for request_id in [*ending.live]:
-                        self._engine.cancel(request_id)
+                    self._cancel_all(ending)
+            if lane is self._owner and self.pausing.mode is not None:
+                self._mark(None)
+
+    def _cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
+        """End it early; False if it is unknown or has ended."""
+        if not self.pausing.drop(request_id):
+            return self._engine.cancel(request_id, finish)
+        self._end([request_id], finish)
+        return True
+
+    def _cancel_all(self, lane: Lane) -> None:
+        held = [request_id for request_id in [*lane.live] if self.pausing.drop(request_id)]
+        self._end(held, FinishReason.ABORT)
+        for request_id in [*lane.live]:
+            self._engine.cancel(request_id)
+
+    def _mark(self, mode: PauseMode | None) -> None:
+        """Pause, or go on; see ``pausing``."""
+        self.pausing.mark(mode)
+        self._untold.update(self._lanes)
+        if mode == "abort":
+            for lane in self._lanes.values():
+                self._cancel_all(lane)
+        elif mode != "keep":
+            for request in self.pausing.release():
+                self._give(request)
+
+    def _tell_mark(self) -> None:
+        """Tell the lanes, once it is in effect."""
+        if self.pausing.settle(not self._engine.has_work and not self._engine.has_waiting):
+            now, paused = self._clock(), self.pausing.mode is not None
+            self._untold = {number for number in self._untold if not self._lanes[number].tell_mark(paused, now)}
 
     def _submit(self, lane: Lane, message: Submit) -> None:
         """A message that contradicts itself is a fault of the proxy: it ends the requests that it names, and nothing else."""
@@ -315,21 +372,34 @@ class Leader:
                 lora=None if head.lora < 0 else message.loras[head.lora].path,
                 processor=None if head.processor < 0 else processors[head.processor],
             )
-            try:
-                self._engine.submit(request)
-            except Exception as error:
-                # Whatever it is, it concerns this request: a fault of the world itself shows in a step.
-                log.exception("request %d could not be submitted to the engine", head.request_id)
-                self._refuse(lane, head.request_id, f"the engine could not take the request: {described(error)}")
-                continue
             lane.live.add(head.request_id)
             if head.timeout is not None:
                 self._deadlines.add(head.request_id, now + min(head.timeout, LONGEST_TIMEOUT))
+            if self.pausing.mode is None:
+                self._give(request)
+            else:
+                self.pausing.hold(request)
+
+    def _give(self, request: EngineRequest) -> None:
+        try:
+            self._engine.submit(request)
+        except Exception as error:
+            # Whatever it is, it concerns this request: a fault of the world itself shows in a step.
+            log.exception("request %d could not be submitted to the engine", request.request_id)
+            self._end([request.request_id], FinishReason.ERROR, f"the engine could not take the request: {described(error)}")
 
     def _refuse(self, lane: Lane, request_id: int, error: str) -> None:
         refused = StepOutputs()
         refused.add(request_id, (), FinishReason.ERROR, error=error)
         lane.reply(refused, self.steps, self._clock())
+
+    def _end(self, request_ids: Sequence[int], finish: FinishReason, error: str | None = None) -> None:
+        """Of requests that the engine does not have."""
+        ended = StepOutputs()
+        for request_id in request_ids:
+            ended.add(request_id, (), finish, error=error)
+        self._forget_ended(ended)
+        self._reply(ended)
 
     # --- what goes
 

@@ -7,16 +7,16 @@ from array import array
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.errors import EngineDeadError
+from headrace.errors import ClosedError, EngineDeadError
 from headrace.executor.admission import QueueLimits
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.ledger import Phase
-from headrace.executor.lifecycle import RESTART, Close, Lost, Started, WorldState
+from headrace.executor.lifecycle import RESTART, Close, Expired, Gone, Lost, PauseAsked, ResumeAsked, Started, WorldState
 from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Outbox
 from headrace.executor.request import CheckedRequest, GenerationRequest
 from headrace.executor.result import GenerationResult
-from headrace.ipc.messages import Buffer, Deltas, Shutdown, ShutdownDone, Submit
+from headrace.ipc.messages import Buffer, Deltas, Pause, Resume, Shutdown, ShutdownDone, Submit
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 
@@ -163,6 +163,36 @@ def test_a_drain_does_not_wait_for_a_held_request_that_ends_otherwise(how, dispa
         dispatcher._sources.add(dispatcher._bell.fd, dispatcher._read_inbox)
         dispatcher._turn()
     assert sent.requests() == [0] and Shutdown(drain=True) in sent.messages
+
+
+def test_a_drain_of_a_paused_world_lets_it_go_on_before_those_that_are_held_have_their_turn(dispatcher, sent):
+    """A32, A58: they would wait for what the world holds, and the shutdown mark for them."""
+    dispatcher._handle(PauseAsked())
+    call = dispatcher.pauses.begin(True)
+    dispatcher._handle(Close(True, 10.0))
+    assert sent.messages[-1] == Resume(1) and isinstance(call.error, ClosedError) and call.done.wait(0.0)
+    for request_id in range(3):
+        dispatcher._deliver(deltas(request_id, 7, finish=FinishReason.LENGTH))
+    assert sent.requests() == [0, 1, 2] and sent.messages[-1] == Shutdown(drain=True)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_world_after_a_paused_one_is_paused_before_its_first_request(dispatcher, sent, resumed):
+    """A58: unless a resume comes between what is decided and what is done about it."""
+    dispatcher.pauses.begin(True)
+    dispatcher._handle(PauseAsked())
+    dispatcher._handle(Lost(EngineDeadError("killed")))
+    with dispatcher.lock:
+        for event in (Gone(EngineDeadError("gone")), Expired()):
+            dispatcher.lifecycle.handle(event, 1e9)
+        actions = dispatcher.lifecycle.handle(Started(), 1e9)
+        if resumed:
+            dispatcher.lifecycle.handle(ResumeAsked(), 1e9)
+    del sent.messages[:]
+    for action in actions:
+        dispatcher._execute(action)
+    assert [type(message) for message in sent.messages] == ([Submit] if resumed else [Pause, Submit])
+    assert resumed or sent.messages[0] == Pause(1, "keep")
 
 
 def test_an_end_without_drain_aborts_what_is_held_too(dispatcher, sent):

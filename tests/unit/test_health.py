@@ -25,9 +25,9 @@ class Watched:
         self.watch = ProgressWatch(**limits)
         self.watch.working(self.clock())
 
-    def pong(self, steps: int, step_age: float = 0.0, after: float = 1.0) -> tuple[Alarm, ...]:
+    def pong(self, steps: int, step_age: float = 0.0, after: float = 1.0, paused: bool = False) -> tuple[Alarm, ...]:
         self.clock.advance(after)
-        return self.watch.pong(steps, step_age, self.clock())
+        return self.watch.pong(steps, step_age, self.clock(), paused)
 
     def silence(self, pause: float = 0.0, late: float = 0.0) -> tuple[Alarm, ...]:
         self.clock.advance(pause)
@@ -116,6 +116,23 @@ def test_without_work_nothing_is_judged_and_an_incident_is_over():
     seen.watch.working(seen.clock())
     assert seen.silence(pause=0.5) == (), "the hours without work are no silence"
     assert seen.pong(5) == () and seen.watch.progressing is YES
+
+
+def test_a_world_that_stands_still_by_order_does_not_hang():
+    """A24, A58: and when it goes on, its time counts from there."""
+    seen = Watched(progress_limit=10.0)
+    assert seen.pong(5) == () and seen.watch.progressing is YES
+    for _ in range(100):
+        assert seen.pong(5, paused=True) == () and seen.watch.progressing is UNKNOWN
+    assert seen.pong(5, after=9.0) == () and seen.watch.progressing is YES
+    assert seen.pong(5) == (SUSPECT, HUNG) and seen.watch.progressing is NO
+    assert seen.pong(5, paused=True) == (RECOVERED,) and seen.watch.progressing is UNKNOWN
+
+
+def test_a_paused_world_that_is_silent_is_suspected_all_the_same():
+    """A24."""
+    seen = Watched()
+    assert seen.pong(5, paused=True) == () and seen.silence(pause=1.0) == (SUSPECT,)
 
 
 def test_steps_from_before_the_work_are_not_held_against_it():

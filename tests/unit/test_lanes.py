@@ -27,7 +27,10 @@ from headrace.ipc.messages import (
     DropLane,
     Farewell,
     LaneReady,
+    Pause,
+    PauseState,
     RequestHead,
+    Resume,
     Shutdown,
     Submit,
 )
@@ -99,6 +102,7 @@ class Frontend:
         got.finish |= new.finish
         got.errors |= new.errors
         got.done |= new.done
+        got.marks += new.marks
         self.got = got
         return got
 
@@ -156,7 +160,7 @@ def test_a_lane_is_welcomed_with_the_facts_before_anything_else(rig, frontend):
     while (message := one.results.recv()) is not None:
         if not isinstance(message, Connected):
             messages.append(message)
-    assert messages[0] == rig.desk.welcome and len(messages) == 2
+    assert messages[0] == rig.desk.welcome and messages[2] == PauseState(0, paused=False) and len(messages) == 3
 
 
 @settings(database=None, deadline=None, max_examples=200)
@@ -432,3 +436,64 @@ def test_a_lane_shows_where_it_stands(rig, frontend):
     rig.iterate()
     lane = rig.leader._lanes[1]
     assert isinstance(lane, Lane) and repr(lane) == "<Lane 1 live=1 backlog=0 shutdown=None told=False>"
+
+
+# --- pauses
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_is_the_whole_worlds_and_every_lane_is_told(rig, frontend, mode):
+    """A58: whoever asked for it, and anybody may end it; a lane that joins meanwhile is told too."""
+    first, second = frontend(1).join(), frontend(2).join()
+    rig.submit(0, [5], max_tokens=4)
+    first.submit(0, [6], max_tokens=4)
+    rig.iterate()
+    first.requests.send(Pause(7, mode))
+    rig.iterate(5)
+    assert (first.read_on().marks[-1], second.read_on().marks[-1], rig.read().marks[-1]) == ((7, True), (0, True), (0, True))
+    second.submit(0, [7])
+    late = frontend(3).join()
+    rig.iterate()
+    assert late.read_on().marks == [(0, True)]
+    rig.iterate(3)
+    assert second.read_on().tokens == {}
+    rig.requests.send(Resume(1))
+    rig.iterate(6)
+    assert [one.read_on().marks[-1] for one in (first, second, late)] == [(7, False), (0, False), (0, False)]
+    assert second.got.tokens == {0: rig.answer([7], 3)}
+    ended = FinishReason.ABORT if mode == "abort" else FinishReason.LENGTH
+    assert (rig.read().finish, first.read_on().finish) == ({0: ended}, {0: ended})
+
+
+def test_a_lane_that_goes_while_the_world_stands_still_leaves_nothing_held(rig, frontend):
+    """A52, A58: and one that comes back gets its number."""
+    first, second = frontend(1).join(), frontend(2).join()
+    first.submit(0, [5], max_tokens=4)
+    rig.iterate()
+    rig.requests.send(Pause(1, "keep"))
+    first.submit(1, [6])
+    second.submit(0, [7])
+    rig.iterate()
+    assert len(rig.leader.pausing) == 2
+    rig.desk.drop(1)
+    rig.iterate(2)
+    assert len(rig.leader.pausing) == 1 and not rig.leader._leaving
+    again = frontend(1).join()
+    again.submit(0, [8])
+    rig.requests.send(Resume(2))
+    rig.iterate(5)
+    assert again.read_on().tokens == {0: rig.answer([8], 3)} and second.read_on().tokens == {0: rig.answer([7], 3)}
+
+
+def test_the_end_of_a_lane_ends_no_pause(rig, frontend):
+    """A58: that is for the owner of the world, and for whoever asks for it."""
+    first = frontend(1).join()
+    rig.submit(0, [5], max_tokens=4)
+    rig.iterate()
+    rig.requests.send(Pause(1, "keep"))
+    first.submit(0, [6])
+    rig.iterate()
+    first.requests.send(Shutdown(drain=False))
+    rig.iterate(3)
+    assert first.read_on().finish == {0: FinishReason.ABORT} and first.got.done and rig.leader.pausing.in_effect
+    assert rig.read().finish == {}

@@ -369,7 +369,15 @@ def test_a_control_call_that_fails_tells_its_caller_only(rig, caplog):
     rig.submit(0, [1])
     rig.iterate()
     assert server.answer(Ping()) == Pong(steps=1, step_age=0.0)
-    counters = {"bad_messages": 0, "deadlines_expired": 0, "backlog_requests": 0, "backlog_tokens": 0, "lanes": 1, "lanes_unanswered": 0}
+    counters = {
+        "bad_messages": 0,
+        "deadlines_expired": 0,
+        "backlog_requests": 0,
+        "backlog_tokens": 0,
+        "requests_held": 0,
+        "lanes": 1,
+        "lanes_unanswered": 0,
+    }
     assert server.answer(GetStats()) == Stats(values={**rig.engine.stats(), **counters})
     rig.engine.stats = lambda: 1 / 0
     assert server.answer(GetStats()) == ControlError(error="ZeroDivisionError: division by zero")

@@ -13,7 +13,7 @@ from headrace.executor.outbox import Admitted, Outbox
 from headrace.executor.request import Checker, GenerationRequest
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
-from headrace.ipc.messages import Cancel, Shutdown, Submit
+from headrace.ipc.messages import Cancel, Pause, Resume, Shutdown, Submit
 from headrace.lora import LoraRequest
 from headrace.params import SamplingParams
 
@@ -92,6 +92,15 @@ def test_neighbours_of_one_kind_share_a_frame_and_the_order_is_kept(rig):
     assert [head.request_id for head in second.requests] == [2, 3, 4] and [head.params for head in second.requests] == [0, 1, 0]
     assert second.params == (other, PARAMS) and [head.max_tokens for head in second.requests] == [2, 1, 2]
     assert shutdown == Shutdown(True)
+
+
+def test_each_mark_is_a_message_of_its_own(rig):
+    """A58: also of two in a row."""
+    marks = [Pause(1, "keep"), Pause(2, "abort"), Resume(3), Resume(4)]
+    assert rig.put_and_flush(admitted(0), *marks, admitted(1), 0)
+    first, *middle, second, cancel = rig.received()
+    assert middle == marks and [message.requests[0].request_id for message in (first, second)] == [0, 1]
+    assert cancel == Cancel(request_ids=(0,))
 
 
 def test_adapters_and_processors_cross_once_in_a_frame(rig, tmp_path):
