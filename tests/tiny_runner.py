@@ -20,12 +20,9 @@ VOCAB = 24
 EOS = 23
 
 
-class TinyRunner:
-    """Logits of a token are normal numbers that belong to all tokens up to it. Blocks hold token ids; what is not written is -1."""
-
-    model_name = "tiny"
-    dtype = "float32"
-    model_config = ModelConfig(
+def tiny_config(vocab_size: int, *, max_seq_len: int = 64, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Of a model that has no weights: the engine looks at the numbers that are asked for here."""
+    return ModelConfig(
         family="llama",
         hidden_size=8,
         intermediate_size=8,
@@ -33,14 +30,22 @@ class TinyRunner:
         num_heads=1,
         num_kv_heads=1,
         head_dim=8,
-        vocab_size=VOCAB,
-        max_seq_len=64,
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
         rope_theta=1e4,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_ids=(EOS,),
+        eos_token_ids=eos_token_ids,
     )
+
+
+class TinyRunner:
+    """Logits of a token are normal numbers that belong to all tokens up to it. Blocks hold token ids; what is not written is -1."""
+
+    model_name = "tiny"
+    dtype = "float32"
+    model_config = tiny_config(VOCAB, eos_token_ids=(EOS,))
 
     def __init__(self, config: EngineConfig) -> None:
         self.versions: dict[str, str] = {}

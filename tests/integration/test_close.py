@@ -8,35 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import ClosedError, EngineDeadError, HeadraceError
 from headrace.executor.lifecycle import Close, WorldState
-from tests.integration.worlds import LONG, Deaths, answer, completion, eventually, folder, make, pids, submit
+from tests.integration.worlds import LONG, Deaths, answer, completion, eventually, folder, pids, submit
 
 ROOT = Path(__file__).resolve().parents[2]
 
 #: what a busy machine may add to a budget, in seconds
 GRACE = 5.0
-
-
-@pytest.fixture
-def started() -> Iterator:
-    executors = []
-
-    def start(ranks: int = 2, **echo):
-        executor = make(ranks, **echo)
-        executors.append(executor)
-        executor.start()
-        return executor
-
-    yield start
-    # Taken out: pytest keeps this fixture's value, and with it the list, until after the leak check.
-    while executors:
-        executors.pop().close()
 
 
 def timed(function, *args, **kwargs) -> float:

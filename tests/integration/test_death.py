@@ -72,22 +72,6 @@ class Waiters:
         return errors
 
 
-@pytest.fixture
-def started() -> Iterator:
-    executors = []
-
-    def start(ranks: int = 2, **echo):
-        executor = make(ranks, **echo)
-        executors.append(executor)
-        executor.start()
-        return executor
-
-    yield start
-    # Taken out: pytest keeps this fixture's value, and with it the list, until after the leak check.
-    while executors:
-        executors.pop().close()
-
-
 def check_dead(executor, waiters: Waiters, deaths: Deaths) -> EngineDeadError:
     """All that holds after any death. Returns the cause."""
     began = time.monotonic()

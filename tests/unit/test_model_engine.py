@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig
 from headrace.engine.base import EngineRequest, Float32, Int32, SingleRank, StepOutputs
 from headrace.engine.model_engine import ModelEngine, load_runner, make_engine
@@ -17,6 +16,7 @@ from headrace.engine.sampler import RowSampling, sample
 from headrace.errors import ModelError
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
+from tests.tiny_runner import tiny_config
 
 VOCAB = 50
 NAN_TOKEN = 49
@@ -26,22 +26,7 @@ class CountingRunner:
     """The token after t at position p is (t + 1) % 40; after ``NAN_TOKEN`` the logits are NaN. Keeps the plans that it was given."""
 
     model_name = "counting"
-    model_config = ModelConfig(
-        family="llama",
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=VOCAB,
-        max_seq_len=64,
-        rope_theta=1e4,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_ids=(30, 31),
-    )
+    model_config = tiny_config(VOCAB, eos_token_ids=(30, 31))
     dtype = "float32"
 
     def __init__(self) -> None:
