@@ -159,6 +159,49 @@ class LLM:
             record_prompts=record_prompts,
         )
         try:
+            self._start(loaded, source)
+        finally:
+            if bar is not None:
+                bar.close()
+
+    @classmethod
+    def attach(
+        cls,
+        handle: str | Path,
+        *,
+        start_timeout: float = 600.0,
+        max_queued_requests: int = 4096,
+        max_queued_tokens: int = 4 * 1024 * 1024,
+        progress_timeout: float = 60.0,
+    ) -> LLM:
+        """An LLM that shares the model of another process on this machine: that one's ``attach_handle`` says where it is.
+
+        Requests and their ends are this process's own, and ``close`` ends nothing else. The world is the owner's: whether it is restarted
+        when it dies, and what is done when it hangs, is as the owner has said; when the owner closes it, or dies, what is under way here
+        ends with EngineDeadError.
+
+        Args:
+            handle: the owner's ``attach_handle``.
+            start_timeout: seconds until the owner has answered, and then until the world is ready.
+            max_queued_requests, max_queued_tokens, progress_timeout: as in the constructor, for this process.
+
+        Raises:
+            StartupError: there is no such owner, it has no room, or its world died.
+        """
+        from headrace.executor.admission import QueueLimits
+        from headrace.executor.proxy import GenerationExecutorProxy
+
+        llm = cls.__new__(cls)
+        limits = QueueLimits(max_queued_requests, max_queued_tokens)
+        llm._executor = executor = GenerationExecutorProxy.attach(
+            handle, start_timeout=start_timeout, limits=limits, progress_timeout=progress_timeout
+        )
+        config = executor.config
+        llm._start(None, config.tokenizer or (config.model if config.model != "echo" else None))
+        return llm
+
+    def _start(self, loaded: Tokenizer | None, source: str | Path | None) -> None:
+        try:
             self._executor.launch()
             if loaded is None and source is not None:
                 loaded = _load_tokenizer(source)  # while the world loads
@@ -167,9 +210,6 @@ class LLM:
         except BaseException:
             self._executor.close()
             raise
-        finally:
-            if bar is not None:
-                bar.close()
 
     def __repr__(self) -> str:
         return f"<LLM {self.facts.model} {self._executor!r}>"
@@ -190,6 +230,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError for the echo engine without one."""
         return self._requests.tokenizer
+
+    @property
+    def attach_handle(self) -> Path:
+        """A file by which other processes of this user on this machine share the model: ``LLM.attach``. Made when it is first asked for."""
+        return self._executor.attach_handle
 
     @property
     def executor(self) -> GenerationExecutorProxy:

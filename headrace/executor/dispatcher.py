@@ -14,7 +14,10 @@ from collections import deque
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ClosedError, EngineDeadError, StartupError
 from headrace.executor.admission import QueueLimits
+from headrace.executor.attached import AttachedWorld
+from headrace.executor.attachment import Attachment
 from headrace.executor.doorbell import Doorbell
+from headrace.executor.hub import LaneHub, Loss
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.lifecycle import (
     HOLDING,
@@ -57,6 +60,7 @@ from headrace.ipc.messages import (
     Failed,
     Farewell,
     Hello,
+    LaneReady,
     Pause,
     PauseState,
     Progress,
@@ -64,6 +68,7 @@ from headrace.ipc.messages import (
     Resume,
     Shutdown,
     ShutdownDone,
+    WorldLost,
 )
 from headrace.ipc.recorder import Recorder
 
@@ -92,7 +97,7 @@ class Dispatcher:
     def __init__(
         self,
         config: EngineConfig,
-        launcher: Launcher,
+        launcher: Launcher | Attachment,
         start_timeout: float,
         policy: RestartPolicy,
         limits: QueueLimits,
@@ -117,9 +122,11 @@ class Dispatcher:
         self.over = Doorbell()
         self.replayable = policy.attempts > 0
         # The world that there is, or was: another takes its place when it is launched. Replaced under the lock.
-        self.world = World(config)
         self._config = config
         self._launcher = launcher
+        self.world = self._new_world()
+        # Who has lanes of this world, if we own it and somebody has asked for them; set under the lock.
+        self.hub: LaneHub | None = None
         self._progress = ProgressTeller(on_progress)
         self._recorder = recorder
         # From any thread, finalizer or signal handler: ids to cancel, and what else only this thread may do.
@@ -162,20 +169,44 @@ class Dispatcher:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
+            if self.hub is not None:
+                self.hub.stop()
+            if isinstance(self._launcher, Attachment):
+                self._launcher.close()
             self._sources.clear()
             self.over.ring()
+
+    def _new_world(self) -> World:
+        launcher = self._launcher
+        return AttachedWorld(self._config, launcher) if isinstance(launcher, Attachment) else World(self._config, launcher)
+
+    def _release(self) -> None:
+        # Its sources are forgotten first, or a fault half-way would leave closed ones to wait for.
+        self._sources.keep_only(self._bell.fd)
+        self.world.close()
+
+    def _replace_world(self) -> None:
+        if not self.world.closed:
+            self._release()
+        with self.lock:
+            self.world = self._new_world()
+            self.pairing.outbox = None
+        self._launch()
 
     def _launch(self) -> None:
         world, sources = self.world, self._sources
         try:
-            world.open(self._launcher, self.pairing.send_failed, self._recorder.sent if self._recorder is not None else None)
-            assert world.results is not None and world.requests is not None and world.init is not None
+            world.open(self.pairing.send_failed, self._recorder.sent if self._recorder is not None else None)
+            assert world.results is not None and world.requests is not None
             with self.lock:
                 self.pairing.outbox = world.outbox
             # In this order they are served: results before deaths.
             sources.add(world.results, self._read_results)
             sources.add(world.requests, self._read_greetings)
-            sources.add(world.init, self._read_init)
+            if world.init is not None:
+                sources.add(world.init, self._read_init)
+            if world.news is not None:
+                sources.add(world.news, self._read_news)
             if world.births is not None:
                 sources.add(world.births.fd, self._read_births)
         except Exception as error:
@@ -185,7 +216,8 @@ class Dispatcher:
             if world.monitor is None:
                 self._handle(Gone(cause))
         if world.monitor is not None:
-            sources.add(world.monitor.world.output_fd, self._read_output)
+            if world.monitor.world.output_fd >= 0:
+                sources.add(world.monitor.world.output_fd, self._read_output)
             sources.add(world.monitor.root_fd, self._root_died)
 
     def _turn(self) -> None:
@@ -199,7 +231,7 @@ class Dispatcher:
             starting = self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING)
             if (error := monitor.loss(now, starting)) is not None:
                 self._read_last_words()
-                self._handle(Lost(error))
+                self._handle(Lost(error, monitor.final))
             if monitor.gone:
                 self._handle(Gone(monitor.describe(starting)))
         if self.pairing.ledger.holds:
@@ -242,8 +274,17 @@ class Dispatcher:
                 # Another process may have asked for it, so that its number says nothing here.
                 if self.pauses.answered(message.number, message.paused) and self.lifecycle.state in SERVING:
                     self.lifecycle.handle(PauseAsked() if message.paused else ResumeAsked(), time.monotonic())
+        elif isinstance(message, LaneReady):
+            assert isinstance(self.world, AttachedWorld)
+            self.world.served(message)
+            self._started(message.facts)
+        elif isinstance(self.world, AttachedWorld) and self.lifecycle.state in SERVING:
+            self.world.ended()
+            self.flush()
         else:
             self._handle(Done())
+            if isinstance(self.world, AttachedWorld):
+                self.world.left()
         return True
 
     def _read_last_words(self) -> None:
@@ -278,6 +319,23 @@ class Dispatcher:
         while not self.world.closed and (received := init.recv()) is not None:
             self._on_init(received.message)
 
+    def _read_news(self) -> None:
+        world = self.world
+        assert isinstance(world, AttachedWorld) and world.news is not None
+        while world is self.world and not world.closed and (message := world.news.recv()) is not None:
+            if isinstance(message, WorldLost) and not message.final and self.lifecycle.state is WorldState.STARTING:
+                # Nothing of ours is lost with it: we start with the next.
+                self._replace_world()
+            else:
+                world.heard(message, time.monotonic())
+
+    def _started(self, facts: EngineFacts) -> None:
+        self.facts = facts
+        # From now on whoever submits sends on it, and an end is one thread's at a time.
+        assert self.world.requests is not None
+        self._sources.remove(self.world.requests)
+        self._handle(Started())
+
     def _read_births(self) -> None:
         assert self.world.births is not None
         for rank, pid in self.world.births.read():
@@ -303,13 +361,9 @@ class Dispatcher:
             startup.progress[message.rank] = message
             self._progress.tell(message)
         elif isinstance(message, Ready):
-            self.facts = message.facts
-            # From now on whoever submits sends on it, and an end is one thread's at a time.
-            assert self.world.requests is not None
-            self._sources.remove(self.world.requests)
             if self._recorder is not None:
                 self._recorder.received(message)
-            self._handle(Started())
+            self._started(message.facts)
         elif isinstance(message, Failed):
             if self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING):
                 self._handle(Lost(startup_error(message)))
@@ -326,7 +380,10 @@ class Dispatcher:
             elif isinstance(item, Lost):
                 # The world that was meant may have died by itself meanwhile, or be on its way out.
                 if self.lifecycle.state in SERVING:
-                    self._handle(item)
+                    if isinstance(self.world, AttachedWorld):
+                        self.world.hung(item.error)
+                    else:
+                        self._handle(item)
             elif isinstance(item, AskStacks):
                 # Here, for this thread closes the descriptors of ranks that die, and another process may get their numbers.
                 if self.world.monitor is not None and not self.world.closed:
@@ -387,6 +444,8 @@ class Dispatcher:
     def _execute(self, action: Action) -> None:
         if isinstance(action, Announce):
             self.start_over.set()
+            if self.hub is not None:
+                self.hub.post(self.world)
         elif isinstance(action, SendShutdown):
             with self.lock:
                 self.pauses.fail(ClosedError("the executor is closed"))
@@ -408,21 +467,20 @@ class Dispatcher:
                 self.pauses.fail(action.error)
             self.pairing.fail_all(action.error)
             self.start_over.set()
+            if self.hub is not None:
+                self.hub.post(Loss(action.error, final=True))
         elif isinstance(action, Suspend):
             with self.lock:
                 self.pauses.world_died()
             self.pairing.suspend(action.error)
+            if self.hub is not None:
+                self.hub.post(Loss(action.error, final=False))
         elif isinstance(action, Kill):
             self.world.kill()
         elif isinstance(action, Release):
-            # Its sources are forgotten first, or a fault half-way would leave closed ones to wait for.
-            self._sources.keep_only(self._bell.fd)
-            self.world.close()
+            self._release()
         elif isinstance(action, Launch):
-            with self.lock:
-                self.world = World(self._config)
-                self.pairing.outbox = None
-            self._launch()
+            self._replace_world()
         elif isinstance(action, PauseAgain):
             assert self.world.outbox is not None
             with self.lock:

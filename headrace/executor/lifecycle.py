@@ -7,7 +7,7 @@ is an argument.
     STARTING     Close            LEAVING     Fail, Kill
     STARTING     Expired          DEAD        Fail, Kill
     READY        Lost             RESTARTING  Suspend, Kill     while the restart policy allows another world
-    READY        Lost             DEAD        Fail, Kill        otherwise
+    READY        Lost             DEAD        Fail, Kill        otherwise, or if it is final
     READY        Close            DRAINING    SendShutdown
     READY        PauseAsked       PAUSED
     PAUSED       ResumeAsked      READY
@@ -20,7 +20,7 @@ is an argument.
     REVIVING     Started          READY       Announce, ResumeHeld
     REVIVING     Started          PAUSED      Announce, PauseAgain, ResumeHeld      if it is to be paused
     REVIVING     Lost, Expired    RESTARTING  Suspend, Kill     while the restart policy allows another world
-    REVIVING     Lost, Expired    DEAD        Fail, Kill        otherwise
+    REVIVING     Lost, Expired    DEAD        Fail, Kill        otherwise, or if it is final
     REVIVING     Close            LEAVING     Fail, Kill
     DRAINING     Done             LEAVING     SendFarewell
     DRAINING     Lost             LEAVING     Fail, Kill
@@ -123,9 +123,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A process of the world died, hung, or reported that it cannot go on."""
+    """A process of the world died, hung, or reported that it cannot go on. ``final``: no other can follow, whatever the policy says."""
 
     error: EngineDeadError
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +316,7 @@ class Lifecycle:
     def _lost_but_may_restart(self, event: Lost, now: float) -> list[Action]:
         while self._recent and now - self._recent[0] > self._policy.window:
             self._recent.popleft()
-        if len(self._recent) >= self._policy.attempts:
+        if event.final or len(self._recent) >= self._policy.attempts:
             return self._lost(event, now)
         self._recent.append(now)
         self.restarts += 1

@@ -36,7 +36,7 @@ class WorldMonitor:
     """Driven by the dispatch thread, which waits for the descriptors; no thread of its own."""
 
     def __init__(self, world: LaunchedWorld) -> None:
-        self.world = world
+        self.world: LaunchedWorld = world
         self.root_fd = os.pidfd_open(world.pid)
         self._ranks: dict[int, WatchedRank] = {}
         # Ranks whose pidfd has fired, in the order of their deaths.
@@ -94,6 +94,11 @@ class WorldMonitor:
     def deaths(self) -> dict[int, str]:
         """How each rank ended that was watched and has."""
         return {dead.rank: _how(dead.cause) for dead in self._dead}
+
+    @property
+    def final(self) -> bool:
+        """Whether no other world follows, whatever the policy says."""
+        return False
 
     def loss(self, now: float, starting: bool) -> EngineDeadError | None:
         """The death to report, once: when its cause is known, or when it has been held back long enough."""

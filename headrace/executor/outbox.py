@@ -76,12 +76,14 @@ class Outbox:
         """Whether the calling thread is inside ``flush``: it is then a signal handler that interrupted it."""
         return self._sender == threading.get_ident()
 
-    def close(self) -> None:
-        """Close the channel. What is queued is dropped: its requests have ended by the death of the world."""
+    def close(self, linger: float = 0.0) -> None:
+        """Close the channel. What is queued is dropped: its requests have ended by the death of the world. What was sent has ``linger``
+        seconds to leave.
+        """
         with self._sending:
             self._closed = True
             self._queue.clear()
-            self._channel.close()
+            self._channel.close(linger)
             # Nothing fails any more. Kept, its owner's method would keep the owner, which keeps us: a cycle, and in it a descriptor that
             # would stay open until the next collection.
             self._on_send_failed = lambda request_ids, error: None

@@ -15,10 +15,12 @@ from typing import get_args
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, ClosedError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import QueueLimits
+from headrace.executor.attachment import Attachment
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.doorbell import MAX_POLL
 from headrace.executor.health import PROGRESS_LIMIT, SILENCE_LIMIT, Health, ProgressWatch, describe
 from headrace.executor.heartbeat import HangPolicy, HeartbeatThread
+from headrace.executor.hub import LaneHub
 from headrace.executor.launchers.base import Launcher
 from headrace.executor.lifecycle import (
     FAIL,
@@ -66,6 +68,9 @@ from headrace.telemetry import IterationStats, KvCacheEvent
 
 log = logging.getLogger("headrace.executor")
 
+#: states in which other processes may attach
+GIVES_LANES = HOLDING | SERVING | {WorldState.STARTING}
+
 #: seconds that `close` waits beyond its budget for the dispatch thread, before it says that something is wrong
 CLOSE_MARGIN = 3.0
 
@@ -75,7 +80,7 @@ class GenerationExecutorProxy:
 
     Args:
         config: what the world runs.
-        launcher: who starts it.
+        launcher: who starts it; or what we have of a world that another process owns, see ``attach``.
         start_timeout: seconds from launch to READY.
         on_engine_death: whether a world that dies is followed by another, which takes over the live requests.
         limits: how much may wait; None: those of ``QueueLimits()``.
@@ -91,7 +96,7 @@ class GenerationExecutorProxy:
     def __init__(
         self,
         config: EngineConfig,
-        launcher: Launcher,
+        launcher: Launcher | Attachment,
         *,
         start_timeout: float = 600.0,
         on_engine_death: RestartPolicy = FAIL,
@@ -105,12 +110,17 @@ class GenerationExecutorProxy:
     ) -> None:
         self._launcher = launcher
         self._ranks = config.tensor_parallel_size
+        self.config = config
+        self._policy = on_engine_death
+        self._on_hang = on_hang
+        # Held while the hub is made.
+        self._hub_lock = threading.Lock()
         self._recorder = None if record is None else Recorder(record, config, with_prompts=record_prompts)
         limits = limits or QueueLimits()
         self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, limits, on_progress, self._recorder)
         self._owner = os.getpid()
         # Ids rise in the order of registration; both happen under the dispatcher's lock.
-        self._next_id = 0
+        self._next_id = launcher.first_id if isinstance(launcher, Attachment) else 0
         # Guards the control channel, one call at a time, and says whose it is. It is there from READY to close.
         self._control_lock = threading.Lock()
         self._control: Channel | None = None
@@ -128,6 +138,79 @@ class GenerationExecutorProxy:
             policy=on_hang,
             watch=ProgressWatch(progress_timeout, heartbeat_timeout),
         )
+
+    @classmethod
+    def attach(
+        cls,
+        handle: str | Path,
+        *,
+        start_timeout: float = 600.0,
+        limits: QueueLimits | None = None,
+        progress_timeout: float = PROGRESS_LIMIT,
+        heartbeat_timeout: float = SILENCE_LIMIT,
+    ) -> GenerationExecutorProxy:
+        """An executor that shares the world of another process on this machine, not started: requests, results and everything that is
+        said of them are its own; the world, and what is done when it dies or hangs, are the owner's. Its ``close`` ends its own requests
+        and leaves the world alone.
+
+        Args:
+            handle: the owner's ``attach_handle``.
+            start_timeout: seconds until the owner has given us a lane, and then until the world serves it.
+            limits, progress_timeout, heartbeat_timeout: as in the constructor; limits count the requests of this process.
+
+        Raises:
+            StartupError: there is no such owner, or it has no room for us.
+        """
+        attachment = Attachment.open(Path(handle), start_timeout)
+        try:
+            return cls(
+                attachment.config,
+                attachment,
+                start_timeout=start_timeout,
+                on_engine_death=attachment.policy,
+                limits=limits,
+                on_hang=attachment.on_hang,
+                progress_timeout=progress_timeout,
+                heartbeat_timeout=heartbeat_timeout,
+            )
+        except BaseException:
+            attachment.close()
+            raise
+
+    @property
+    def attach_handle(self) -> Path:
+        """The file by which other processes of this user on this machine share the world; see ``attach``. Asked for the first time, it is
+        made; it is there until ``close``. Of an attached executor it is the owner's.
+
+        Raises EngineDeadError, ClosedError: there is no world to share. OSError, StartupError: it cannot be made.
+        """
+        launcher = self._launcher
+        if isinstance(launcher, Attachment):
+            return launcher.path
+        dispatcher = self._dispatcher
+        with self._hub_lock:
+            if self.state not in GIVES_LANES:
+                raise self._refusal()
+            if dispatcher.hub is None:
+                hub = LaneHub(self.config, self._policy, self._on_hang, self._hung_elsewhere)
+                with dispatcher.lock:
+                    # A world that becomes READY, or is lost, after this is told by the dispatch thread.
+                    dispatcher.hub = hub
+                    ended, ready = self.state not in GIVES_LANES, self.state in SERVING
+                if ready:
+                    hub.post(dispatcher.world)
+                if ended:
+                    hub.stop()
+            return dispatcher.hub.handle
+
+    def lanes(self) -> dict[int, int]:
+        """Lane -> pid of the processes that share our world now."""
+        hub = self._dispatcher.hub
+        return {} if hub is None else hub.lanes()
+
+    def _hung_elsewhere(self, error: str) -> None:
+        if self._on_hang == "kill":
+            self._dispatcher.post(Lost(EngineDeadError(error)))
 
     def __repr__(self) -> str:
         return f"<GenerationExecutorProxy {self.state.name} live={len(self._dispatcher.pairing.ledger)} ranks={self._ranks}>"
@@ -385,8 +468,14 @@ class GenerationExecutorProxy:
             if not over:
                 log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
                 return
-        elif self._recorder is not None:
-            self._recorder.close()  # otherwise by the thread, as its last act
+        else:
+            # Otherwise by the thread, as its last act.
+            if self._recorder is not None:
+                self._recorder.close()
+            if isinstance(self._launcher, Attachment):
+                self._launcher.close()
+            if dispatcher.hub is not None:
+                dispatcher.hub.stop()
         self._let_go(drain)
 
     def _is_held_here(self) -> bool:
@@ -417,6 +506,8 @@ class GenerationExecutorProxy:
             finally:
                 self._control_lock.release()
         self._heartbeat.join(CLOSE_MARGIN)
+        if dispatcher.hub is not None:
+            dispatcher.hub.join(CLOSE_MARGIN)
 
     def _refuse_what_never_fits(self, checked: Sequence[Sequence[CheckedRequest]]) -> None:
         """To come back later is no advice for a request that is larger than the empty queue."""
@@ -445,9 +536,9 @@ class GenerationExecutorProxy:
 
         world = self._dispatcher.world
         # Not after a close, which has looked for it already; on a world that is going, calls are refused with the cause.
-        if self.state in SERVING and world.bootstrap is not None and self._control_world is not world:
+        if self.state in SERVING and world.control is not None and self._control_world is not world:
             self._close_control()
-            self._control = connect_served(world.bootstrap.address("control"), world.bootstrap.key)
+            self._control = connect_served(*world.control)
             self._control_world = world
 
     def _close_control(self) -> None:

@@ -13,15 +13,21 @@ from headrace.executor.outbox import Outbox, SentHook
 from headrace.executor.session import Session
 from headrace.executor.startup import Startup
 from headrace.ipc.bootstrap import FILE_NAME, Bootstrap, local_bootstrap, write_bootstrap
-from headrace.ipc.channel import Channel, ServedChannel, new_key
+from headrace.ipc.channel import Address, Channel, ServedChannel, new_key
 from headrace.ipc.greeting import Greeting
 
 
 class World:
-    """From ``open``, which may fail half-way, to ``close``, which gives back whatever was opened."""
+    """From ``open``, which may fail half-way, to ``close``, which gives back whatever was opened. ``launcher``: who starts it; None:
+    nobody needs to.
+    """
 
-    def __init__(self, config: EngineConfig) -> None:
+    #: seconds that the last messages have to leave; none are left when every process of the world has ended
+    linger = 0.0
+
+    def __init__(self, config: EngineConfig, launcher: Launcher | None) -> None:
         self._config = config
+        self._launcher = launcher
         self.startup = Startup(config.tensor_parallel_size)
         # In the order in which `open` makes them; None before.
         self.session: Session | None = None
@@ -34,23 +40,29 @@ class World:
         self.requests: Channel | None = None
         self.greeting: Greeting | None = None
         self.outbox: Outbox | None = None
+        # Where it answers control calls, and with which session key.
+        self.control: tuple[Address, bytes] | None = None
+        # Of a world that another process owns: what that one tells.
+        self.news: Channel | None = None
         # Rung when it is known that it has died, or left: nobody in it answers any more.
         self.over = Doorbell()
         self._kills = 0
         self.closed = False
 
-    def open(self, launcher: Launcher, on_send_failed: Callable[[list[int], Exception], None], on_sent: SentHook | None) -> None:
+    def open(self, on_send_failed: Callable[[list[int], Exception], None], on_sent: SentHook | None) -> None:
         """Bind the sockets and start the ranks. Raises StartupError, ChannelError, OSError; if there is a monitor by then, what it watches
         is to be killed and waited for.
         """
         from headrace.ipc.zmq_channel import bind_pair, bind_served
 
+        assert self._launcher is not None
         self.session = session = Session()
         # Before there is anything to clear up.
-        self.monitor = WorldMonitor(launcher.launch(session.path, session.path / FILE_NAME, self._config.tensor_parallel_size))
+        self.monitor = WorldMonitor(self._launcher.launch(session.path, session.path / FILE_NAME, self._config.tensor_parallel_size))
         session.make()
         self.births = Births(session.path, self.monitor.world.pid)
         self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self.monitor.world.pid, self._config)
+        self.control = (bootstrap.address("control"), bootstrap.key)
         self.init = bind_served(bootstrap.address("init"), bootstrap.key)
         self.results = bind_pair(bootstrap.address("result"), bootstrap.key)
         self.requests = bind_pair(bootstrap.address("request"), bootstrap.key)
@@ -77,7 +89,7 @@ class World:
         """Its processes are gone: give back the rest."""
         self.closed = True
         if self.outbox is not None:
-            self.outbox.close()
+            self.outbox.close(self.linger)
         for end in (self.init, self.results):
             if end is not None:
                 end.close()

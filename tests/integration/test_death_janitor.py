@@ -273,7 +273,7 @@ def die_at(fatal):
                 os.kill(os.getpid(), signal.SIGKILL)
         return trace
     sys.settrace(trace)
-    world.World(EngineConfig(model="echo")).open(Sleeps(), None, None)
+    world.World(EngineConfig(model="echo"), Sleeps()).open(None, None)
     sys.settrace(None)
     os.kill(os.getpid(), signal.SIGTERM)
 

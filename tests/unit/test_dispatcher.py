@@ -73,6 +73,7 @@ class Died:
 
     deadline = None
     gone = False
+    final = False
 
     def __init__(self, exit_code: int) -> None:
         self._loss: EngineDeadError | None = EngineDeadError("died", exit_code=exit_code)

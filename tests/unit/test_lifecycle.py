@@ -217,6 +217,17 @@ def test_a_world_that_follows_a_paused_one_is_paused_before_it_gets_a_request(wh
     assert actions == ([Announce(), PauseAgain(), ResumeHeld()] if paused else [Announce(), ResumeHeld()])
 
 
+@pytest.mark.parametrize("before", [[], [PauseAsked()], [Lost(EngineDeadError("first")), GONE, Expired()]])
+def test_a_loss_that_is_final_is_followed_by_no_world_whatever_the_policy_says(before):
+    """Of a process that shares a world: whether another follows is for its owner to say."""
+    lifecycle = Lifecycle(0.0, START_TIMEOUT, POLICY)
+    for event in (Started(), *before):
+        lifecycle.handle(event, 1.0)
+    restarts, last = lifecycle.restarts, EngineDeadError("the owner has ended")
+    assert lifecycle.handle(Lost(last, final=True), 2.0) == [Fail(last), Kill()]
+    assert lifecycle.state is S.DEAD and lifecycle.error is last and lifecycle.restarts == restarts
+
+
 def die(lifecycle: Lifecycle, now: float) -> WorldState:
     """One death of a world that was READY, as far as it gets: READY again, or REAPED."""
     lifecycle.handle(Lost(EngineDeadError(f"died at {now}")), now)
