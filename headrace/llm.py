@@ -237,6 +237,11 @@ class LLM:
         return self._executor.attach_handle
 
     @property
+    def requests(self) -> RequestMaker:
+        """What makes the requests that the executor takes."""
+        return self._requests
+
+    @property
     def executor(self) -> GenerationExecutorProxy:
         """The boundary beneath: state, counters, engine statistics."""
         return self._executor

@@ -36,6 +36,11 @@ class RequestMaker:
             raise ModelError("the echo engine has no tokenizer: give prompts as token ids, or LLM(tokenizer=...)")
         return self._tokenizer
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether there is a tokenizer, so that prompts may be texts."""
+        return self._tokenizer is not None
+
     def one(self, prompt: Prompt, params: SamplingParams | None, streaming: bool) -> GenerationRequest:
         """Raises RequestError, ModelError."""
         from headrace.executor.request import GenerationRequest

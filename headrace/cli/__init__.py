@@ -14,17 +14,17 @@ from headrace import __version__
 from headrace.errors import EngineDeadError, HeadraceError
 
 #: Exit codes; docs/operations.md lists them. argparse exits with USAGE by itself.
-OK, FAILURE, USAGE, ENGINE_DIED, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILURE, USAGE, ENGINE_DIED, CUT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands. A parsed namespace holds ``run``, what to call with it, and ``parser``, for errors of usage."""
-    from headrace.cli import chat, doctor, generate, replay
+    from headrace.cli import chat, doctor, generate, replay, serve
 
     parser = argparse.ArgumentParser(prog="headrace", description="LLM inference through an MPI world of workers.")
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, chat, doctor, replay):
+    for module in (generate, chat, serve, doctor, replay):
         module.add_parser(subcommands)
     return parser
 

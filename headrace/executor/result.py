@@ -128,6 +128,10 @@ class GenerationResult:
         await self._await(timeout, for_end=True)
         return self._finish()
 
+    async def wait_end(self) -> None:
+        """Wait until it has ended, in whatever way, without making anything of it yet; being cancelled ends it, as in ``aresult``."""
+        await self._await(None, for_end=True)
+
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self.aresult().__await__()
 

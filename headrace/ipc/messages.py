@@ -30,6 +30,9 @@ class Buffer:
 
     def __init__(self, data: Any = b"") -> None:
         view = memoryview(data)
+        if not view.nbytes:
+            # Of an empty array, as [0, 3]: no view with a zero in its shape can be cast.
+            view = memoryview(b"")
         self.view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
     @classmethod

@@ -55,6 +55,11 @@ def test_choices_have_seeds_of_their_own_and_are_the_same_again(executor):
         assert len({tuple(one.token_ids) for one in output.outputs}) == n
 
 
+def test_the_logprobs_of_a_prompt_of_one_token_are_none(executor):
+    """A41: there is no row of them to send, and the world lives on."""
+    assert ask(executor, [5], False, prompt_logprobs=2).result(LONG).prompt_logprobs == [None]
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_logprobs_and_logits_of_every_choice(executor, streaming):
     """A39, A41: with streaming and without, the same."""

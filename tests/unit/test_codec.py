@@ -148,6 +148,11 @@ def test_kind_and_number_cross() -> None:
     assert wire.decode(wire.encode(Ping(), Kind.CALL, 77))[:3] == (Kind.CALL, 77, Ping())
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_an_empty_array_is_a_buffer_of_no_bytes(shape: tuple[int, ...]) -> None:
+    assert Buffer(np.zeros(shape, np.int32)) == Buffer()
+
+
 def test_large_buffers_are_not_copied() -> None:
     """A6: neither when a frame is made nor when it is read."""
     wire = Wire()

@@ -45,6 +45,8 @@ LAYERS = {
     "headrace.progress": LEAVES,
     # `headrace` itself: the public names; doctor looks at what the executor and the engine would find.
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
+    "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.llm", "headrace.serve"},
+    "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor"},
     "headrace.cli._probes": LEAVES
     | {"headrace", "headrace.cli", "headrace.executor.launchers.mpi", "headrace.checkpoint", "headrace.engine.models"},
     # It drives executors of both kinds with what it reads from a file.
@@ -58,6 +60,7 @@ OWNERS = {
     "zmq": {"headrace.ipc.zmq_channel"},
     "mpi4py": {"headrace.worker.world"},
     "torch": {"headrace.engine.runners"},
+    "aiohttp": {"headrace.serve"},
 }
 
 #: modules that must not run a thread, a clock or I/O: whatever happens in them can be tested by calling them

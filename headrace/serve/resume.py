@@ -1,0 +1,185 @@
+"""Streams that a client can come back to. Its events are kept for a while, and every one has an id; a client whose connection broke asks
+again with the last id that it saw, and gets what follows, the same to the byte.
+
+Such a stream is made by a task of its own, which goes on while nobody is connected; ``grace`` seconds after the last client left, it ends,
+and so does its request. What all streams keep together is bounded: what clients have taken goes first, the oldest first, then streams that
+have ended and that nobody follows; and when all that is left is still to be read, those who make it wait, while their tokens merge in the
+executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from headrace.serve.errors import ApiError
+
+
+class ResumableStream:
+    """The kept events of one stream, numbered from 1."""
+
+    def __init__(self, store: ResumableStreams) -> None:
+        self.id = uuid.uuid4().hex
+        self._store = store
+        self._kept: deque[tuple[int, bytes]] = deque()
+        # Number of the last event, and of the last that a client has taken.
+        self.last = 0
+        self._taken = 0
+        self.ended = False
+        # Of one that failed before its first event: the answer to who follows.
+        self.error: ApiError | None = None
+        self.changed = asyncio.Event()
+        # Who reads it: a number that rises, for a client that comes back takes the place of one whose end nobody has noticed yet.
+        self._follower = 0
+        self.followed = False
+        self._expiry: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    async def put(self, data: bytes) -> None:
+        """Append events; waits where there is no room for them."""
+        while not self._store.make_room(self):
+            self._store.room.clear()
+            await self._store.room.wait()
+        self.append(data)
+
+    def append(self, data: bytes) -> None:
+        """Append an event, whether or not there is room."""
+        self.last += 1
+        framed = b"id: %b.%d\n%b" % (self.id.encode(), self.last, data)
+        self._kept.append((self.last, framed))
+        self._store.size += len(framed)
+        self._wake()
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self.ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def drop_taken(self) -> bool:
+        """Forget the oldest event, if a client has taken it."""
+        if self._kept and self._kept[0][0] <= self._taken:
+            self._store.size -= len(self._kept.popleft()[1])
+            self._store.room.set()
+            return True
+        return False
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._store.size -= sum(len(data) for _, data in self._kept)
+        self._kept.clear()
+        self._store.room.set()
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """What comes behind event ``after``. Raises ApiError 410 where that is not kept any more, ConnectionError for who is replaced."""
+        first = self._kept[0][0] if self._kept else self.last + 1
+        if after > self.last:
+            raise ApiError(400, f"Last-Event-ID: this stream has {self.last} events so far", param="Last-Event-ID", code="invalid_value")
+        if after + 1 < first:
+            raise ApiError(410, "this part of the stream is not kept any more", param="Last-Event-ID", code="stream_expired")
+        self._follower += 1
+        me = self._follower
+        self.followed = True
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._wake()
+        try:
+            while True:
+                if me != self._follower:
+                    raise ConnectionResetError("another client follows this stream")
+                changed = self.changed
+                news = [data for number, data in self._kept if number > after]
+                if news:
+                    after = self.last
+                    yield b"".join(news)
+                    # Whoever is back here has written it.
+                    self._taken = max(self._taken, after)
+                    self._store.room.set()
+                elif self.ended:
+                    if self.error is not None:
+                        raise self.error
+                    return
+                else:
+                    await changed.wait()
+        finally:
+            if me == self._follower:
+                self.followed = False
+                self.expire_later()
+
+    def expire_later(self) -> None:
+        """Nobody follows: begin to wait."""
+        self._expiry = asyncio.get_running_loop().call_later(self._store.grace, self._store.expire, self)
+
+    def expire_now(self) -> None:
+        """Stop waiting for anybody."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+
+
+class ResumableStreams:
+    """Those of one frontend. ``limit``: bytes that they keep together."""
+
+    def __init__(self, grace: float, limit: int) -> None:
+        self.grace = grace
+        self._limit = limit
+        self.size = 0
+        self._streams: dict[str, ResumableStream] = {}
+        self.room = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def begin(self, make: Callable[[ResumableStream], Awaitable[None]]) -> ResumableStream:
+        """A stream that ``make`` appends to, in a task of its own."""
+        stream = ResumableStream(self)
+        self._streams[stream.id] = stream
+
+        async def run() -> None:
+            try:
+                await make(stream)
+            finally:
+                stream.end()
+
+        stream.task = asyncio.get_running_loop().create_task(run(), name=f"headrace-stream-{stream.id}")
+        return stream
+
+    def find(self, last_event_id: str) -> tuple[ResumableStream, int]:
+        """The stream, and the number of the event. Raises ApiError."""
+        name, _, number = last_event_id.rpartition(".")
+        if not name or not number.isascii() or not number.isdigit() or len(number) > 18:
+            raise ApiError(400, "Last-Event-ID: it is not of a stream of this service", param="Last-Event-ID", code="invalid_value")
+        stream = self._streams.get(name)
+        if stream is None:
+            raise ApiError(404, "Last-Event-ID: there is no such stream, or not any more", param="Last-Event-ID", code="unknown_stream")
+        return stream, int(number)
+
+    def make_room(self, wants: ResumableStream) -> bool:
+        """Whether ``wants`` may append."""
+        while self.size >= self._limit:
+            if wants.drop_taken():
+                continue
+            over = next((stream for stream in self._streams.values() if stream.ended and not stream.followed), None)
+            if over is None:
+                return False
+            self.expire(over)
+        return True
+
+    def expire(self, stream: ResumableStream) -> None:
+        """Its client did not come back."""
+        stream.expire_now()
+        stream.clear()
+        self._streams.pop(stream.id, None)
+
+    async def close(self) -> None:
+        """End all of them."""
+        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
+        for stream in list(self._streams.values()):
+            self.expire(stream)
+        await asyncio.gather(*tasks, return_exceptions=True)

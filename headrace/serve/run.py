@@ -1,0 +1,111 @@
+"""One frontend from its socket to its exit code: start, serve until a signal or the death of the world, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.serve.service import Service
+from headrace.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM
+
+log = logging.getLogger("headrace.serve")
+
+#: seconds for requests to be told of the death of their world
+DEATH_TIMEOUT = 2.0
+
+
+class Ending(enum.Enum):
+    """How a frontend ended."""
+
+    DRAINED = "every request ended by itself"
+    CUT = "requests were cut when the drain limit had passed"
+    INTERRUPTED = "ended at once, by a second signal"
+    DEAD = "the world died, and no other follows"
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound socket; listening is for ``Service.start``. ``shared``: other processes bind the same port. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def tls_context(certfile: Path, keyfile: Path | None) -> ssl.SSLContext:
+    """TLS 1.2 and newer. Raises OSError, ssl.SSLError for files that cannot be used."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certfile, keyfile)
+    return context
+
+
+async def serve(
+    llm: LLM,
+    settings: ServeSettings,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> Ending:
+    """Serve until SIGTERM or SIGINT, of which a second one ends at once. Runs in the main thread; the world is left as it is."""
+    loop = asyncio.get_running_loop()
+    asked, hurried = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurried if asked.is_set() else asked).set()
+
+    service = Service(llm, settings)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await service.start(listener, tls)
+        if on_ready is not None:
+            on_ready()
+        await _first(asked.wait(), service.dead.wait())
+        if service.dead.is_set():
+            log.error("the world is dead and no other follows: %s", llm.executor.health().cause)
+            await service.drain(DEATH_TIMEOUT)
+            return Ending.DEAD
+        log.info("draining: %d live requests have %g s", len(service.live), settings.drain_timeout)
+        draining = asyncio.ensure_future(service.drain(settings.drain_timeout))
+        await _first(draining, hurried.wait(), service.dead.wait())
+        if not draining.done():
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+            log.warning("%d requests were cut", service.live.abort_all())
+            return Ending.INTERRUPTED if hurried.is_set() else Ending.DEAD
+        report = draining.result()
+        log.info("drained: %s", report)
+        return Ending.CUT if report.cut else Ending.DRAINED
+    finally:
+        await service.stop()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    """Until the first of them is done; those that are no tasks of somebody else are cancelled then."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    own = [task for task, wait in zip(tasks, waits, strict=True) if task is not wait]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in own:
+            task.cancel()
+        await asyncio.gather(*own, return_exceptions=True)
