@@ -454,7 +454,8 @@ class GenerationExecutorProxy:
             # In a forked child, which has a copy of us but none of our threads: the world is not its to end.
             return
         self._heartbeat.stop()
-        if dispatcher.thread.ident is not None:
+        # One that has ended is not rung again: in a collection of a cycle, its bell may have gone before us.
+        if dispatcher.thread.is_alive():
             try:
                 dispatcher.post(Close(drain, timeout))
                 if self._is_held_here():
@@ -468,7 +469,7 @@ class GenerationExecutorProxy:
             if not over:
                 log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
                 return
-        else:
+        elif dispatcher.thread.ident is None:
             # Otherwise by the thread, as its last act.
             if self._recorder is not None:
                 self._recorder.close()

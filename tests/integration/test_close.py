@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
+from headrace import LLM
 from headrace.errors import ClosedError, EngineDeadError, HeadraceError
 from headrace.executor.lifecycle import Close, WorldState
 from tests.integration.worlds import LONG, Deaths, answer, completion, eventually, folder, pids, submit
@@ -323,3 +326,15 @@ def test_ctrl_c_while_the_world_starts_ends_it_too():
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=LONG)
     assert process.returncode in (-signal.SIGINT, 130) and err.count("Traceback") == 1 and "headrace.worker" not in err
+
+
+def test_a_cycle_that_holds_a_closed_executor_is_collected_in_silence():
+    """A31: in whichever order the parts of the cycle go; pytest fails a test whose finalizers raise."""
+    with LLM("echo") as llm:
+        llm.generate([5], use_tqdm=False)
+    holder = {"llm": llm}
+    holder["self"] = holder
+    gone = weakref.ref(llm)
+    del llm, holder
+    gc.collect()
+    assert gone() is None
