@@ -54,7 +54,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     group = parser.add_argument_group("service")
     group.add_argument("--host", default=DEFAULT_HOST, help=f"address to listen on (default: {DEFAULT_HOST}; 0.0.0.0: all)")
     group.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: one that is free")
-    group.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model")
+    group.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model (default: MODEL)")
     group.add_argument("--lora", action="append", type=named_path, default=[], metavar="NAME=PATH", help="an adapter, chosen as a model")
     group.add_argument(
         "--api-key",
@@ -115,13 +115,18 @@ def settings_of(arguments: argparse.Namespace) -> ServeSettings:
     )
     keys = arguments.api_key or [key for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key]
     return ServeSettings(
-        model_names=tuple(arguments.served_model_name),
+        model_names=tuple(arguments.served_model_name) or _own_names(arguments.model),
         loras={name: LoraRequest(name, path) for name, path in arguments.lora},
         api_keys=tuple(keys),
         admin_key=arguments.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None,
         cors_origins=tuple(arguments.cors_origin),
         **{name: getattr(arguments, name) for name in same},
     )
+
+
+def _own_names(model: str) -> tuple[str, ...]:
+    """What clients may call it if nobody says: as it was called here, unless that is a place on this machine."""
+    return () if os.sep in model and Path(model).exists() else (model,)
 
 
 def serving_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
