@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -12,6 +13,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+#: values that a RecentHistogram keeps
+MAX_RECENT = 1024
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -48,6 +51,23 @@ class Histogram:
         return [*made, ("_sum", (), self._sum), ("_count", (), total)]
 
 
+class RecentHistogram(Histogram):
+    """Keeps the latest values too, for one who asks now and then."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
+        self._recent: deque[float] = deque(maxlen=MAX_RECENT)
+
+    def observe(self, value: float) -> None:
+        """One value."""
+        super().observe(value)
+        self._recent.append(value)
+
+    def take(self) -> list[float]:
+        """Those since the last call, the latest MAX_RECENT of them. From any one thread: values may come meanwhile."""
+        return [self._recent.popleft() for _ in range(len(self._recent))]
+
+
 class Metrics:
     """Of one frontend. ``requests``: by route and status, those of unknown routes together."""
 
@@ -59,7 +79,7 @@ class Metrics:
         self.stalled = 0
         self.resumed = 0
         self.chunks = 0
-        self.first_token = Histogram(LATENCIES)
+        self.first_token = RecentHistogram(LATENCIES)
         self.between_tokens = Histogram(GAPS)
         self.duration = Histogram(LATENCIES)
         self.loop_lag = Histogram(LAGS)

