@@ -10,8 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
+import msgspec
+
 from headrace.config import CapacityPolicy, DType, EchoConfig, EngineConfig, EngineFacts, Runner
-from headrace.errors import QueueFullError, RequestError
+from headrace.errors import ModelError, QueueFullError, RequestError
 from headrace.lora import LoraRequest
 from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
@@ -65,6 +67,7 @@ class LLM:
         on_hang: what happens when no step ends for ``progress_timeout`` seconds while there is work: "report" logs it, with the stacks of
             all ranks; "kill" ends the world as well, as if it had died.
         progress_timeout: see ``on_hang``; longer than the longest step, which is that of a long prefill.
+        postprocess_workers: processes that make the texts, so that this one has less to do; 0: it makes them itself.
         progress: True: a bar on stderr while weights load; or a callable (rank, stage, done, total), called in another thread.
         record: a file for everything that crosses the boundary, to be replayed later; see docs/recording.md.
         record_prompts: with the token ids and texts in it.
@@ -103,6 +106,7 @@ class LLM:
         on_engine_death: Literal["fail", "restart"] | RestartPolicy = "fail",
         on_hang: Literal["report", "kill"] = "report",
         progress_timeout: float = 60.0,
+        postprocess_workers: int = 0,
         progress: bool | ProgressListener = False,
         record: str | Path | None = None,
         record_prompts: bool = False,
@@ -111,6 +115,7 @@ class LLM:
         from headrace.executor.admission import QueueLimits
         from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
         from headrace.executor.proxy import GenerationExecutorProxy
+        from headrace.executor.texts.pool import check_count
 
         if model == "echo":
             path, runner = "echo", "echo"
@@ -119,6 +124,7 @@ class LLM:
 
             path = str(resolve_model(str(model)).resolve())
         source = tokenizer if tokenizer is not None else (path if path != "echo" else None)
+        check_count(postprocess_workers)
         loaded: Tokenizer | None = None
         if runner == "echo" and source is not None and echo is None:
             # Its vocabulary is that of the tokenizer, so that it answers texts with texts.
@@ -159,7 +165,7 @@ class LLM:
             record_prompts=record_prompts,
         )
         try:
-            self._start(loaded, source)
+            self._start(loaded, source, postprocess_workers)
         finally:
             if bar is not None:
                 bar.close()
@@ -173,6 +179,7 @@ class LLM:
         max_queued_requests: int = 4096,
         max_queued_tokens: int = 4 * 1024 * 1024,
         progress_timeout: float = 60.0,
+        postprocess_workers: int = 0,
     ) -> LLM:
         """An LLM that shares the model of another process on this machine: that one's ``attach_handle`` says where it is.
 
@@ -183,28 +190,34 @@ class LLM:
         Args:
             handle: the owner's ``attach_handle``.
             start_timeout: seconds until the owner has answered, and then until the world is ready.
-            max_queued_requests, max_queued_tokens, progress_timeout: as in the constructor, for this process.
+            max_queued_requests, max_queued_tokens, progress_timeout, postprocess_workers: as in the constructor, for this process.
 
         Raises:
             StartupError: there is no such owner, it has no room, or its world died.
         """
         from headrace.executor.admission import QueueLimits
         from headrace.executor.proxy import GenerationExecutorProxy
+        from headrace.executor.texts.pool import check_count
 
+        check_count(postprocess_workers)
         llm = cls.__new__(cls)
         limits = QueueLimits(max_queued_requests, max_queued_tokens)
         llm._executor = executor = GenerationExecutorProxy.attach(
             handle, start_timeout=start_timeout, limits=limits, progress_timeout=progress_timeout
         )
         config = executor.config
-        llm._start(None, config.tokenizer or (config.model if config.model != "echo" else None))
+        llm._start(None, config.tokenizer or (config.model if config.model != "echo" else None), postprocess_workers)
         return llm
 
-    def _start(self, loaded: Tokenizer | None, source: str | Path | None) -> None:
+    def _start(self, loaded: Tokenizer | None, source: str | Path | None, postprocess_workers: int) -> None:
         try:
+            if postprocess_workers and source is None:
+                raise ModelError("postprocess_workers: the echo engine has no tokenizer, and so no texts: LLM(tokenizer=...)")
             self._executor.launch()
             if loaded is None and source is not None:
                 loaded = _load_tokenizer(source)  # while the world loads
+            if postprocess_workers and loaded is not None:
+                self._executor.start_postprocess(postprocess_workers, msgspec.msgpack.encode(loaded.recipes()))
             self._requests = RequestMaker(loaded)
             self.facts: EngineFacts = self._executor.wait_ready()
         except BaseException:

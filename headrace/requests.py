@@ -110,14 +110,11 @@ class RequestMaker:
         tokenizer = self._tokenizer
         if tokenizer is None or not params.detokenize:
             return None
-        from headrace.text.stage import PlainText, StoppingText
-        from headrace.text.stops import StopMatcher
+        from headrace.text.stage import text_stage
 
-        skip = params.skip_special_tokens
-        if not params.stop:
-            return lambda: PlainText(tokenizer.detokenizer(skip_special_tokens=skip))
-        stops, include, passing = params.stop, params.include_stop_str_in_output, params.min_tokens or 0
-        return lambda: StoppingText(tokenizer.detokenizer(skip_special_tokens=skip), StopMatcher(stops, include), passing)
+        skip, stops, include = params.skip_special_tokens, params.stop, params.include_stop_str_in_output
+        passing = params.min_tokens or 0
+        return lambda: text_stage(tokenizer.detokenizer(skip_special_tokens=skip), stops, include, passing)
 
 
 def is_one_prompt(inputs: Any) -> bool:

@@ -67,6 +67,9 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="pages that may call; *: all")
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain, for https")
     group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
+    group.add_argument(
+        "--postprocess-workers", type=int, default=0, metavar="N", help="processes that make the texts (default: 0: this one does)"
+    )
     group.add_argument("--access-log", action="store_true", help="log every request")
     group = parser.add_argument_group("limits")
     group.add_argument("--max-queued-requests", type=positive, default=4096, metavar="N", help="that wait (default: 4096); more get 503")
@@ -131,7 +134,7 @@ def _own_names(model: str) -> tuple[str, ...]:
 
 def serving_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM``."""
-    names = ("max_queued_requests", "max_queued_tokens", "on_engine_death", "on_hang", "progress_timeout")
+    names = ("max_queued_requests", "max_queued_tokens", "on_engine_death", "on_hang", "progress_timeout", "postprocess_workers")
     return llm_arguments(arguments) | {name: getattr(arguments, name) for name in names}
 
 

@@ -52,6 +52,7 @@ from headrace.executor.pauses import PauseCalls
 from headrace.executor.sources import Sources
 from headrace.executor.stacks import AskStacks, StackCollector
 from headrace.executor.startup import ProgressListener, ProgressTeller, startup_error
+from headrace.executor.texts.pool import TextPool
 from headrace.executor.world import World
 from headrace.ipc.messages import (
     AnyMessage,
@@ -130,17 +131,21 @@ class Dispatcher:
         self._progress = ProgressTeller(on_progress)
         self._recorder = recorder
         # From any thread, finalizer or signal handler: ids to cancel, and what else only this thread may do.
-        self._inbox: deque[int | Close | Hurry | Lost | AskStacks] = deque()
+        self._inbox: deque[int | Close | Hurry | Lost | AskStacks | TextPool] = deque()
         self._bell = Doorbell()
         self._sources = Sources(ZmqPoller())
         self._retry_at: float | None = None
         # The shutdown mark, while it waits behind requests that are held and are to have their turn before it.
         self._shutdown: Shutdown | None = None
+        # The postprocess workers, once they were started.
+        self._texts: TextPool | None = None
         # The thread ends: no world will follow.
         self._ended = False
 
-    def post(self, item: int | Close | Hurry | Lost | AskStacks) -> None:
-        """Hand the thread an id to cancel, a close, a world that hangs, or a rank whose stacks are wanted. Takes no lock, never blocks."""
+    def post(self, item: int | Close | Hurry | Lost | AskStacks | TextPool) -> None:
+        """Hand the thread an id to cancel, a close, a world that hangs, a rank whose stacks are wanted, or postprocess workers to start.
+        Takes no lock, never blocks.
+        """
         self._inbox.append(item)
         self._bell.ring()
 
@@ -166,6 +171,12 @@ class Dispatcher:
                 self.faults += 1
                 log.exception(FAULT)
         try:
+            if self._texts is not None:
+                self._texts.close()
+        except Exception:
+            self.faults += 1
+            log.exception(FAULT)
+        try:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
@@ -182,7 +193,7 @@ class Dispatcher:
 
     def _release(self) -> None:
         # Its sources are forgotten first, or a fault half-way would leave closed ones to wait for.
-        self._sources.keep_only(self._bell.fd)
+        self._sources.keep_only(self._bell.fd, *(self._texts.fds if self._texts is not None else ()))
         self.world.close()
 
     def _replace_world(self) -> None:
@@ -222,6 +233,10 @@ class Dispatcher:
 
     def _turn(self) -> None:
         self._sources.turn(self._patience())
+        if self._texts is not None:
+            # What has arrived in this turn goes as one feed to each.
+            self._texts.turn()
+            self.flush()
         now = time.monotonic()
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
@@ -243,6 +258,8 @@ class Dispatcher:
     def _patience(self) -> float | None:
         monitor = None if self.world.closed else self.world.monitor
         deadlines = [self.lifecycle.deadline, self._retry_at, monitor.deadline if monitor is not None else None]
+        if self._texts is not None:
+            deadlines.append(self._texts.due)
         due = [deadline for deadline in deadlines if deadline is not None]
         # While there is no world, another thread may admit a request that is held without telling this one.
         if self.pairing.ledger.holds or self.lifecycle.state in HOLDING:
@@ -388,6 +405,9 @@ class Dispatcher:
                 # Here, for this thread closes the descriptors of ranks that die, and another process may get their numbers.
                 if self.world.monitor is not None and not self.world.closed:
                     self.world.monitor.signal_rank(item.rank, item.number)
+            elif isinstance(item, TextPool):
+                self._texts = item
+                item.start(self._sources)
             else:
                 self.pairing.cancel(item)
         self._send_shutdown()

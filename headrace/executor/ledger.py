@@ -8,9 +8,9 @@ until its terminal record from the world, until it is ended while no world has i
     delta          count late     deliver                 deliver                 drop                count late or unknown
     delta + finish count late     deliver, end as finish  deliver, end as finish  drop, end as found  count late or unknown
     cancel         end ABORTED    -> CANCELLING, send     nothing                 nothing             nothing
-    stop found     illegal        -> STOPPING, send       -> STOPPING             illegal             illegal
+    stop found     end FINISHED   -> STOPPING, send       -> STOPPING             illegal             illegal
     send failed    nothing        end FAILED              end FAILED              illegal             nothing
-    failed here    illegal        -> STOPPING, send       -> STOPPING             illegal             counted as FAILED
+    failed here    end FAILED     -> STOPPING, send       -> STOPPING             illegal             counted as FAILED
     suspended      HELD           HELD, or end DEAD       end ABORTED             end as found        -
     resumed        -> SENT        illegal                 illegal                 illegal             -
     expired        end TIMED_OUT  illegal                 illegal                 illegal             illegal
@@ -19,7 +19,7 @@ until its terminal record from the world, until it is ended while no world has i
 A request that is CANCELLING and finishes by itself is reported as aborted: who has asked for the end must not be told of another. STOPPING
 is a request that ended in the user process, FINISHED by a stop string that was found or FAILED by what came and could not be used: its
 reader has its ending already, the world has not confirmed it. HELD is one that no world has: the last one died under it, or died before it
-was sent.
+was sent. Its text may still be made by then, elsewhere, and so may end it.
 
 *Isolation.* A death counts against every request that the world had, until a later world gives it a token. From SUSPECT_DEATHS on a request
 is a suspect, and at most one suspect is with a world at a time; if the world dies again, and by then it has ``max_deaths``, the suspect is
@@ -189,8 +189,11 @@ class Ledger(Generic[H]):
 
     def _stopping(self, request_id: int, outcome: Outcome) -> bool:
         entry = self._live.get(request_id)
-        if entry is None or entry.phase in (Phase.STOPPING, Phase.HELD):
+        if entry is None or entry.phase is Phase.STOPPING:
             raise IllegalEvent(f"{outcome.value} here: request {request_id}, which is {entry!r}")
+        if entry.phase is Phase.HELD:
+            self._end(request_id, outcome)
+            return False
         send = entry.phase is Phase.SENT
         entry.phase, entry.outcome = Phase.STOPPING, outcome
         return send

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from headrace.errors import HeadraceError, RequestError
 from headrace.executor.extras import Extras
@@ -93,13 +94,43 @@ class Readers:
                     self._cancel(request_id)
 
 
+class Ending(NamedTuple):
+    """How the engine has ended a request. ``stop_reason``: the token that did it. ``error``: for users."""
+
+    finish: FinishReason
+    stop_reason: int | None = None
+    error: str | None = None
+
+
+class TextElsewhere(Protocol):
+    """Where the text of a request is made, if neither in the dispatch thread nor by its reader. Calls hold the lock of the mailbox."""
+
+    def arrive(self, tokens: Sequence[int], ending: Ending | None) -> None:
+        """Further tokens, and how it ended, if it has. What becomes of them is told to ``Mailbox.made``."""
+
+    def close(self) -> None:
+        """Nobody wants more of it."""
+
+
 class Mailbox:
     """What has arrived for one choice and was not read yet. Every access holds ``lock``, which all mailboxes of an executor share.
 
     ``extras``: what comes beside the tokens, for those that asked for it; released with them, so that the two always agree.
     """
 
-    __slots__ = ("error", "extras", "finish", "lock", "readers", "stage", "stop_reason", "token_ids", "unread_text", "unread_tokens")
+    __slots__ = (
+        "elsewhere",
+        "error",
+        "extras",
+        "finish",
+        "lock",
+        "readers",
+        "stage",
+        "stop_reason",
+        "token_ids",
+        "unread_text",
+        "unread_tokens",
+    )
 
     def __init__(self, lock: threading.RLock, readers: Readers, stage: TextStage | None = None, extras: Extras | None = None) -> None:
         self.lock = lock
@@ -107,7 +138,9 @@ class Mailbox:
         # Only a stage that looks for stop strings runs on this side; it sees tokens before they count as arrived.
         self.stage = stage
         self.extras = extras
-        self.token_ids: list[int] = []  # fed to the stage and held back by it
+        # Set before anything arrives: the text is made elsewhere, and the ending waits for it.
+        self.elsewhere: TextElsewhere | None = None
+        self.token_ids: list[int] = []  # fed to the stage, here or elsewhere, and held back by it
         self.unread_tokens: list[int] = []
         self.unread_text: list[str] = []
         # The ending: both None while the request lives; never changed once set.
@@ -122,6 +155,10 @@ class Mailbox:
 
     def deliver(self, tokens: list[int], finish: FinishReason | None, stop_reason: int | None, error: str | None) -> bool:
         """Take one delta. True: the request has ended here, by a stop string that was found or a text stage that failed."""
+        if self.elsewhere is not None:
+            self.token_ids += tokens
+            self.elsewhere.arrive(tokens, None if finish is None else Ending(finish, stop_reason, error))
+            return False
         if self.stage is None:
             self.unread_tokens += tokens
             if self.extras is not None:
@@ -135,11 +172,31 @@ class Mailbox:
                 log.exception("making text failed")
                 self.fail(RequestError(f"the text of this request could not be made: {type(fault).__name__}: {fault}"))
                 return True
-        if finish is FinishReason.ERROR:
-            self.fail(RequestError(error or "the engine failed this request"))
-        elif finish is not None:
-            self._end(finish, stop_reason if finish is FinishReason.STOP else None)
+        if finish is not None:
+            self._end_as(Ending(finish, stop_reason, error))
         return False
+
+    def made(self, count: int, text: str, stop: str | None, error: str | None, ending: Ending | None) -> bool:
+        """Text was made elsewhere: ``count`` further tokens are released with it. ``ending``: all of it was. Returns as ``deliver``."""
+        if self.ended:
+            return False
+        self._release(count, text)
+        if error is not None:
+            self.fail(RequestError(f"the text of this request could not be made: {error}"))
+            return True
+        if stop is not None:
+            self.token_ids.clear()
+            self._end(FinishReason.STOP, stop)
+            return True
+        if ending is not None:
+            self._end_as(ending)
+        return False
+
+    def _end_as(self, ending: Ending) -> None:
+        if ending.finish is FinishReason.ERROR:
+            self.fail(RequestError(ending.error or "the engine failed this request"))
+        else:
+            self._end(ending.finish, ending.stop_reason if ending.finish is FinishReason.STOP else None)
 
     def _make_text(self, stage: TextStage, tokens: list[int], finish: FinishReason | None) -> bool:
         """Whether a stop string was found."""
@@ -174,6 +231,8 @@ class Mailbox:
         """End with an error, unless it has ended."""
         if not self.ended:
             self.error = error
+            if self.elsewhere is not None:
+                self.elsewhere.close()
             self.readers.failed(error)
 
     def take_waiters(self, into: list[Waiter]) -> None:

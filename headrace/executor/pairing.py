@@ -18,6 +18,7 @@ from headrace.executor.ledger import Cancelled, Ledger
 from headrace.executor.live import LiveRequest
 from headrace.executor.mailbox import Mailbox, Waiter, wake
 from headrace.executor.outbox import Admitted, Outbox
+from headrace.executor.texts.shard import Made
 from headrace.ipc.messages import Deltas
 from headrace.outputs import FinishReason
 
@@ -69,13 +70,31 @@ class Pairing:
                         ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
                     if ended and self._ended_here(request_id, mailbox, finish_reason):
                         stopped.append(request_id)
-                    mailbox.take_waiters(waiters)
+                    # What was sent elsewhere is nothing to read yet.
+                    if mailbox.elsewhere is None or ended:
+                        mailbox.take_waiters(waiters)
                 start = end
             if stopped and self.outbox is not None:
                 self.outbox.put(*stopped)
             # Not on the last words of a world that has died: what is held is for the next one.
             if ready and ledger.may_resume:
                 self.resume()
+        wake(waiters)
+
+    def texts_made(self, made: Iterable[Made[Mailbox]]) -> None:
+        """Texts of requests have come from where they are made: route them to their mailboxes."""
+        waiters: list[Waiter] = []
+        stopped: list[int] = []
+        with self.lock:
+            for text, count, piece, stop, error, last in made:
+                mailbox, ending = text.reader, text.ending
+                if mailbox.made(count, piece, stop, error, ending if last else None):
+                    request_id = text.job.request_id
+                    if self._ended_here(request_id, mailbox, None if ending is None else ending.finish):
+                        stopped.append(request_id)
+                mailbox.take_waiters(waiters)
+            if stopped and self.outbox is not None:
+                self.outbox.put(*stopped)
         wake(waiters)
 
     def _ended_here(self, request_id: int, mailbox: Mailbox, finish: FinishReason | None) -> bool:

@@ -44,6 +44,7 @@ from headrace.executor.request import CheckedRequest, Checker, GenerationRequest
 from headrace.executor.result import GenerationResult
 from headrace.executor.stacks import AskStacks, RankStacks
 from headrace.executor.startup import ProgressListener
+from headrace.executor.texts.pool import TextPool
 from headrace.executor.world import World
 from headrace.ipc.channel import Channel
 from headrace.ipc.messages import (
@@ -73,6 +74,8 @@ GIVES_LANES = HOLDING | SERVING | {WorldState.STARTING}
 
 #: seconds that `close` waits beyond its budget for the dispatch thread, before it says that something is wrong
 CLOSE_MARGIN = 3.0
+#: seconds that a start waits for postprocess workers once the world is ready
+POSTPROCESS_PATIENCE = 10.0
 
 
 class GenerationExecutorProxy:
@@ -129,6 +132,7 @@ class GenerationExecutorProxy:
         self._iterations: RecordReader[IterationStats] = RecordReader()
         # Idents of threads that are in a call, with the lock or on their way to it.
         self._callers: set[int] = set()
+        self._texts: TextPool | None = None
         dispatcher = self._dispatcher
         self._heartbeat = HeartbeatThread(
             self.ping,
@@ -226,6 +230,16 @@ class GenerationExecutorProxy:
         self._dispatcher.thread.start()
         atexit.register(self.close)
 
+    def start_postprocess(self, workers: int, recipes: bytes) -> None:
+        """Have ``workers`` processes make the texts from now on. Once, before the first ``submit``.
+
+        ``workers``: from 1 to ``MAX_WORKERS``. ``recipes``: of the tokenizer, as ``text.recipes.Recipes`` in msgpack.
+        """
+        dispatcher = self._dispatcher
+        pairing = dispatcher.pairing
+        self._texts = TextPool(workers, recipes, dispatcher.lock, pairing.texts_made)
+        dispatcher.post(self._texts)
+
     def wait_ready(self) -> EngineFacts:
         """Wait until the world is READY.
 
@@ -235,6 +249,9 @@ class GenerationExecutorProxy:
         try:
             self._dispatcher.start_over.wait()
             facts = self.facts
+            if self._texts is not None:
+                # They are quicker than a world, as a rule; if not, texts wait for them.
+                self._texts.settled.wait(POSTPROCESS_PATIENCE)
             with self._control_lock:
                 self._open_control()
             self._heartbeat.start()
@@ -267,12 +284,18 @@ class GenerationExecutorProxy:
             admission = dispatcher.pairing.admission
             counts |= {"waiting": admission.requests, "waiting_tokens": admission.tokens, "refused": admission.refused}
         counts |= {"lost_kv_events": self._kv_events.lost, "lost_iterations": self._iterations.lost}
+        if self._texts is not None:
+            counts |= self._texts.counters()
         return counts | {"bad_frames": dispatcher.pairing.bad_frames, "dispatch_faults": dispatcher.faults}
 
     def processes(self) -> dict[str, int]:
-        """Process ids of the world that there is: ``root``, which started it, and ``rank0`` and on, as far as they have said hello."""
+        """Process ids of the world that there is: ``root``, which started it, and ``rank0`` and on, as far as they have said hello; and
+        ``postprocess0`` and on.
+        """
         world = self._dispatcher.world
         pids = {f"rank{rank}": hello.pid for rank, hello in sorted(world.startup.hellos.items())}
+        if self._texts is not None:
+            pids |= self._texts.pids()
         return pids if world.monitor is None else {"root": world.monitor.world.pid, **pids}
 
     def ranks(self) -> list[RankStatus]:
@@ -304,6 +327,7 @@ class GenerationExecutorProxy:
         checked = [checker.check(request) for request in requests]
         self._refuse_what_never_fits(checked)
         results: list[GenerationResult] = []
+        elsewhere = None if self._texts is None else self._texts.open
         with dispatcher.lock:
             held = self.state in HOLDING
             if not held and self.state not in SERVING:
@@ -312,7 +336,7 @@ class GenerationExecutorProxy:
             admitted: list[Admitted] = []
             live: list[tuple[int, LiveRequest]] = []
             for choices in checked:
-                result = GenerationResult(self._next_id, choices, dispatcher.lock, dispatcher.post)
+                result = GenerationResult(self._next_id, choices, dispatcher.lock, dispatcher.post, elsewhere)
                 results.append(result)
                 for choice, mailbox in zip(choices, result.mailboxes, strict=True):
                     admitted.append(Admitted(self._next_id, choice))

@@ -17,7 +17,7 @@ from headrace.errors import HeadraceError
 from headrace.executor.choice import Choice, beam_completions
 from headrace.executor.extras import Extras
 from headrace.executor.followers import Followers
-from headrace.executor.mailbox import Mailbox, Readers, Waiter
+from headrace.executor.mailbox import Mailbox, Readers, TextElsewhere, Waiter
 from headrace.executor.request import CheckedRequest
 from headrace.outputs import CompletionOutput, RequestOutput
 
@@ -40,7 +40,15 @@ class GenerationResult:
     request, use ``aresult(timeout)``, or ``asyncio.shield``.
     """
 
-    def __init__(self, first_id: int, choices: Sequence[CheckedRequest], lock: threading.RLock, abort: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        first_id: int,
+        choices: Sequence[CheckedRequest],
+        lock: threading.RLock,
+        abort: Callable[[int], None],
+        elsewhere: Callable[[int, CheckedRequest, Mailbox], TextElsewhere] | None = None,
+    ) -> None:
+        """``elsewhere``: who makes the text, given a choice, its id and its mailbox; None: it is made here."""
         first = choices[0]
         request = first.request
         self.request_id = first_id
@@ -54,12 +62,18 @@ class GenerationResult:
         self._readers = Readers(self._ids, abort)
         self._lock = lock
         self._choices: list[Choice] = []
-        for checked in choices:
+        for request_id, checked in zip(self._ids, choices, strict=True):
             stage = checked.stage
             # Text is made by the reader, as long as that is early enough.
             here = stage is not None and not stage.finds_stops
             extras = None if checked.wanted is None else Extras(checked.wanted)
-            self._choices.append(Choice(Mailbox(lock, self._readers, None if here else stage, extras), stage if here else None))
+            # Those of a beam search are known at its end, and made then.
+            if stage is not None and elsewhere is not None and not request.params.use_beam_search:
+                mailbox = Mailbox(lock, self._readers, None, extras)
+                mailbox.elsewhere = elsewhere(request_id, checked, mailbox)
+                self._choices.append(Choice(mailbox, None))
+            else:
+                self._choices.append(Choice(Mailbox(lock, self._readers, None if here else stage, extras), stage if here else None))
         self._followers: Followers | None = None
         # Serialises readers: held while text is made, so that text and tokens come out in one order. Taken before the mailbox's lock.
         self._reading = threading.Lock()

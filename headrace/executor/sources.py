@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from headrace.ipc.channel import End, Poller
@@ -27,14 +27,17 @@ class Sources:
         del self._handlers[source]
         self._poller.unregister(source)
 
-    def keep_only(self, source: End | int) -> None:
+    def keep_only(self, *sources: End | int) -> None:
         """Remove all others."""
-        for other in [other for other in self._handlers if other != source]:
+        for other in [other for other in self._handlers if other not in sources]:
             self.remove(other)
 
     def turn(self, timeout: float | None) -> None:
         """Wait at most so many seconds, then serve what is ready in the order in which it was added. A handler may add and remove."""
-        ready = set(self._poller.wait(timeout))
+        self.serve(set(self._poller.wait(timeout)))
+
+    def serve(self, ready: Collection[End | int]) -> None:
+        """Serve these alone, in the order in which they were added."""
         for source in [known for known in self._handlers if known in ready]:
             if (handler := self._handlers.get(source)) is not None:
                 handler()

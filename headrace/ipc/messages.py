@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -443,6 +444,67 @@ class Loaded(Message, frozen=True, tag="loaded"):
     """This rank can execute plans. Rank 0 waits for all of them, on sockets: inside MPI a waiting rank would burn the core that loads."""
 
 
+# --- text channel: user process <-> each postprocess worker ---------------------------------------------------------------------------
+
+
+class TextEnd(IntEnum):
+    """What follows the tokens of a request in a :class:`TextFeed`. ``MORE``: further ones. ``FLUSH``: none; the rest of the text is let
+    out. ``CUT``: none, as it was ended early: a stop string that only the rest of its text shows does not count. ``FORGET``: none, and the
+    rest of the text is not wanted.
+    """
+
+    MORE = 0
+    FLUSH = 1
+    CUT = 2
+    FORGET = 3
+
+
+class TextJob(msgspec.Struct, frozen=True, array_like=True):
+    """How the text of one request is made. ``stops``: strings that end it. ``min_tokens``: nothing is looked for in the first ones."""
+
+    request_id: int
+    skip_special_tokens: bool
+    stops: tuple[str, ...]
+    include_stop: bool
+    min_tokens: int
+
+
+class TextFeed(Message, frozen=True, tag="text_feed"):
+    """New tokens for a postprocess worker. ``number`` rises by one with each. ``jobs``: requests that it does not know yet.
+
+    ``request_ids``: int64 [n]. ``counts``: int32 [n], new tokens of each. ``token_ids``: int32 [sum(counts)]. ``ends``: one byte [n], a
+    :class:`TextEnd`. ``answered``: request id -> so many of its tokens here were answered by a worker that has died; their text is known.
+    """
+
+    number: int
+    jobs: tuple[TextJob, ...]
+    request_ids: Buffer
+    counts: Buffer
+    token_ids: Buffer
+    ends: bytes
+    answered: dict[int, int] = {}
+
+
+class TextPieces(Message, frozen=True, tag="text_pieces"):
+    """The answer to the :class:`TextFeed` of this ``number``, with as many entries in the same order.
+
+    ``counts``: int32 [n], tokens that are let out, of those that were fed so far. ``lengths``: int32 [n], characters of their ``text``,
+    which is that of all entries, joined. By the place of the entry: ``stops``, the stop string that was found, and ``errors``, why its text
+    cannot be made; the worker has then forgotten the request.
+    """
+
+    number: int
+    counts: Buffer
+    lengths: Buffer
+    text: str
+    stops: dict[int, str] = {}
+    errors: dict[int, str] = {}
+
+
+class TextReady(Message, frozen=True, tag="text_ready"):
+    """This postprocess worker can make text."""
+
+
 AnyMessage = (
     Submit
     | Cancel
@@ -484,6 +546,9 @@ AnyMessage = (
     | Pause
     | Resume
     | PauseState
+    | TextFeed
+    | TextPieces
+    | TextReady
 )
 
 #: channel -> who sends what; the codec refuses a message that does not belong on its channel.
@@ -499,4 +564,5 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
     "attach": {"binder": (Ack,), "connector": (Attach,)},
     "news": {"binder": (LaneBound, WorldHung, Detach), "connector": (Attached, AttachRefused, LaneOrdered, WorldLost)},
     "plan": {"binder": (Plan, PlanEnd), "connector": (Loaded,)},
+    "text": {"binder": (TextFeed,), "connector": (TextReady, TextPieces)},
 }

@@ -7,15 +7,11 @@ gives its whole text at the flush.
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as RustTokenizer
+from typing import Any
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -145,27 +141,6 @@ class WholeDetokenizer(Detokenizer):
     def flush(self) -> str:
         ids, self._ids = self._ids, []
         return self._decode(ids)
-
-
-def detokenizer_factory(tokenizer: RustTokenizer, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
-    """Build the shared table of a tokenizer once; call the result for each request."""
-    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special} if skip_special_tokens else set()
-    tokens = {id: token for id in set(tokenizer.get_vocab().values()) - special if (token := tokenizer.id_to_token(id)) is not None}
-    # Its state for pickling is the decoder's part of tokenizer.json; there is no other way to read the settings.
-    decoder: dict[str, Any] = {"type": None} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-    match decoder["type"]:
-        case "ByteLevel":
-            bytes_of = byte_level_table(tokens).get
-            return lambda: ByteLevelDetokenizer(bytes_of)
-        case "Metaspace":
-            first = " " if decoder["prepend_scheme"] == "never" else ""
-            return lambda: MetaspaceDetokenizer(tokens.get, decoder["replacement"], first)
-        case "Sequence" if (rules := sentencepiece_rules(decoder["decoders"])) is not None:
-            replacements, strip = rules
-            piece_of = sentencepiece_table(tokens, replacements).get
-            return lambda: PieceDetokenizer(piece_of, strip)
-        case _:
-            return lambda: WholeDetokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from headrace.text.detokenizer import Detokenizer, detokenizer_factory
+from headrace.text.detokenizer import byte_level_table, sentencepiece_rules, sentencepiece_table
+from headrace.text.recipes import ByteLevelRecipe, MetaspaceRecipe, PieceRecipe, Pieces, Recipe, WholeRecipe
 from headrace.text.vocabulary import Vocabulary, vocabulary_of
 
 
@@ -29,9 +32,9 @@ class RustBackend:
         """Invalid bytes become U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def detokenizers(self, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
+    def recipe(self, skip_special_tokens: bool) -> Recipe:
         """Token by token, where the decoder is understood well enough."""
-        return detokenizer_factory(self._tokenizer, skip_special_tokens)
+        return detokenizer_recipe(self._tokenizer, skip_special_tokens)
 
     def vocabulary(self) -> Vocabulary:
         """Raises ModelError for a decoder of which no token's text is known without the others."""
@@ -40,3 +43,21 @@ class RustBackend:
     def special_tokens(self) -> list[str]:
         """Added tokens that are marked as special."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+
+def detokenizer_recipe(tokenizer: RustTokenizer, skip_special_tokens: bool) -> Recipe:
+    """What makes the detokenizers that agree with ``tokenizer.decode``."""
+    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special} if skip_special_tokens else set()
+    tokens = {id: token for id in set(tokenizer.get_vocab().values()) - special if (token := tokenizer.id_to_token(id)) is not None}
+    # Its state for pickling is the decoder's part of tokenizer.json; there is no other way to read the settings.
+    decoder: dict[str, Any] = {"type": None} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    match decoder["type"]:
+        case "ByteLevel":
+            return ByteLevelRecipe(byte_level_table(tokens))
+        case "Metaspace":
+            return MetaspaceRecipe(tokens, decoder["replacement"], " " if decoder["prepend_scheme"] == "never" else "")
+        case "Sequence" if (rules := sentencepiece_rules(decoder["decoders"])) is not None:
+            replacements, strip = rules
+            return PieceRecipe(Pieces.of(sentencepiece_table(tokens, replacements)), strip)
+        case _:
+            return WholeRecipe(tokenizer.to_str(), skip_special_tokens)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import ModelError
 from headrace.text.detokenizer import BYTE_TOKEN, Detokenizer
+from headrace.text.recipes import Pieces, Recipe, SentencePieceRecipe
 from headrace.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -143,13 +144,13 @@ class SentencePieceBackend:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """As the library decodes, which knows nothing of added tokens."""
-        detokenizer = self.detokenizers(skip_special_tokens)()
+        detokenizer = self.recipe(skip_special_tokens).factory()()
         return detokenizer.feed(ids) + detokenizer.flush()
 
-    def detokenizers(self, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
+    def recipe(self, skip_special_tokens: bool) -> Recipe:
         """Token by token."""
-        piece_of, strip = self._pieces(skip_special_tokens).get, _leading_spaces(self._model) if self._prefix != "never" else 0
-        return lambda: SentencePieceDetokenizer(piece_of, strip)
+        strip = _leading_spaces(self._model) if self._prefix != "never" else 0
+        return SentencePieceRecipe(Pieces.of(self._pieces(skip_special_tokens)), strip)
 
     def vocabulary(self) -> Vocabulary:
         """Tokens that the library calls unused are no tokens."""

@@ -89,3 +89,8 @@ class StoppingText:
 
     def _cut(self) -> int:
         return sum(start < self._shown for start, _ in self._held)
+
+
+def text_stage(detokenizer: Detokenizer, stops: Sequence[str], include_stop: bool, min_tokens: int) -> PlainText | StoppingText:
+    """The stage of one request."""
+    return StoppingText(detokenizer, StopMatcher(stops, include_stop), min_tokens) if stops else PlainText(detokenizer)

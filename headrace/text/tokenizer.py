@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from headrace.errors import RequestError
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.detokenizer import Detokenizer
+from headrace.text.recipes import Recipe, Recipes
 from headrace.text.vocabulary import Vocabulary
 
 
@@ -30,8 +31,8 @@ class Backend(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids; unknown ids give nothing."""
 
-    def detokenizers(self, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
-        """Build the shared table, which takes a while; call the result for each request."""
+    def recipe(self, skip_special_tokens: bool) -> Recipe:
+        """What makes the detokenizers of requests; building its table takes a while."""
 
     def vocabulary(self) -> Vocabulary:
         """What a grammar needs to know. Raises ModelError if it cannot be said what each token stands for."""
@@ -53,6 +54,7 @@ class Tokenizer:
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> None:
         """``special_tokens``: ``bos_token``, ``eos_token`` and so on -> token. ``chat_templates``: name -> Jinja source."""
         self._backend = backend
+        self._recipes: dict[bool, Recipe] = {}
         self._factories: dict[bool, Callable[[], Detokenizer]] = {}
         self.vocab_size = backend.vocab_size
         self.bos_token_id = self._token_id(special_tokens.get("bos_token"))
@@ -81,8 +83,18 @@ class Tokenizer:
         factory = self._factories.get(skip_special_tokens)
         if factory is None:
             # Two threads may both build it: the results are alike.
-            factory = self._factories[skip_special_tokens] = self._backend.detokenizers(skip_special_tokens)
+            factory = self._factories[skip_special_tokens] = self._recipe(skip_special_tokens).factory()
         return factory()
+
+    def recipes(self) -> Recipes:
+        """What another process makes the same detokenizers from."""
+        return Recipes(self._recipe(True), self._recipe(False))
+
+    def _recipe(self, skip_special_tokens: bool) -> Recipe:
+        recipe = self._recipes.get(skip_special_tokens)
+        if recipe is None:
+            recipe = self._recipes[skip_special_tokens] = self._backend.recipe(skip_special_tokens)
+        return recipe
 
     def apply_chat_template(
         self,

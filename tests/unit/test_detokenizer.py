@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,8 +22,9 @@ from headrace.text.detokenizer import (
     PieceDetokenizer,
     WholeDetokenizer,
     byte_alphabet,
-    detokenizer_factory,
 )
+from headrace.text.recipes import Recipe
+from headrace.text.rust_backend import detokenizer_recipe
 
 CHARACTERS = {byte: char for char, byte in byte_alphabet().items()}
 
@@ -85,7 +87,18 @@ TOKENIZERS = {
     "no decoder": (word_level(None), WholeDetokenizer),
     "another sequence": (word_level(decoders.Sequence([decoders.Fuse(), decoders.ByteFallback()])), WholeDetokenizer),
 }
-FACTORIES = {(name, skip): detokenizer_factory(tokenizer, skip) for name, (tokenizer, _) in TOKENIZERS.items() for skip in (True, False)}
+
+
+def crossed(recipe: Recipe) -> Recipe:
+    """As another process gets it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(recipe), type=Recipe)
+
+
+FACTORIES = {
+    (name, skip): crossed(detokenizer_recipe(tokenizer, skip)).factory()
+    for name, (tokenizer, _) in TOKENIZERS.items()
+    for skip in (True, False)
+}
 
 
 def stream(detokenizer: Detokenizer, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:

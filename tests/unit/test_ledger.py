@@ -116,10 +116,13 @@ def test_only_the_first_cancel_is_sent(phase):
 def test_stop_found_sends_a_cancel_unless_one_was_sent(phase):
     ledger = ledger_in(phase)
     before = snapshot(ledger)
-    if phase in (Phase.STOPPING, Phase.HELD, None):
+    if phase in (Phase.STOPPING, None):
         with pytest.raises(IllegalEvent):
             ledger.stop_found(ID)
         assert snapshot(ledger) == before
+    elif phase is Phase.HELD:
+        # Its text was still being made when its world died.
+        assert not ledger.stop_found(ID) and ledger.outcomes == {Outcome.FINISHED: 1} and not ledger.holds
     else:
         assert ledger.stop_found(ID) is (phase is Phase.SENT)
         assert phase_of(ledger) is Phase.STOPPING
@@ -141,6 +144,12 @@ def test_what_failed_here_is_counted_as_failed_however_it_leaves(phase, end):
     else:
         assert ledger.suspend(3) == ([], [])
     assert +ledger.outcomes == {Outcome.FAILED: 1} and ledger.balanced() and len(ledger) == 0
+
+
+def test_what_fails_here_while_no_world_has_it_ends_at_once():
+    ledger = ledger_in(Phase.HELD)
+    assert not ledger.failed_here(ID, None)
+    assert +ledger.outcomes == {Outcome.FAILED: 1} and ledger.balanced() and len(ledger) == 0 and not ledger.holds
 
 
 @pytest.mark.parametrize("finish", list(FinishReason))
@@ -357,11 +366,14 @@ class AnySequence(RuleBasedStateMachine):
     def ended_here(self, request_id: int, found: bool) -> None:
         phase = self.phase.get(request_id)
         tell = (lambda: self.ledger.stop_found(request_id)) if found else (lambda: self.ledger.failed_here(request_id, None))
-        if phase in (None, Phase.STOPPING, Phase.HELD):
+        if phase in (None, Phase.STOPPING):
             before = snapshot(self.ledger)
             with pytest.raises(IllegalEvent):
                 tell()
             assert snapshot(self.ledger) == before
+        elif phase is Phase.HELD:
+            assert not tell()
+            self.end(request_id)
         else:
             assert tell() is (phase is Phase.SENT)
             self.phase[request_id] = Phase.STOPPING
