@@ -25,6 +25,7 @@ _HOMES = {
     "ModelError": "headrace.errors",
     "EngineDeadError": "headrace.errors",
     "StartupError": "headrace.errors",
+    "launch": "headrace.executor.launchers.forms",
 }
 
 # Spelled out, not built from _HOMES: type checkers and editors read it.
@@ -43,6 +44,7 @@ __all__ = [
     "SamplingParams",
     "StartupError",
     "__version__",
+    "launch",
 ]
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         RequestError,
         StartupError,
     )
+    from headrace.executor.launchers.forms import launch
     from headrace.llm import LLM
     from headrace.lora import LoraRequest
     from headrace.outputs import CompletionOutput, RequestOutput

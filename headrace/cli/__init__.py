@@ -19,24 +19,26 @@ OK, FAILURE, USAGE, ENGINE_DIED, CUT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands. A parsed namespace holds ``run``, what to call with it, and ``parser``, for errors of usage."""
-    from headrace.cli import chat, doctor, generate, replay, serve
+    from headrace.cli import chat, doctor, generate, replay, run, serve
 
     parser = argparse.ArgumentParser(prog="headrace", description="LLM inference through an MPI world of workers.")
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, chat, serve, doctor, replay):
+    for module in (generate, chat, serve, doctor, replay, run):
         module.add_parser(subcommands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Nothing but SystemExit for errors of usage leaves it as an exception."""
+    if argv is None and (code := _take_rank()) is not None:
+        return code
     arguments = build_parser().parse_args(argv)
     _set_up_logging(arguments.debug)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
-        code: int = arguments.run(arguments)
+        code = int(arguments.run(arguments))
         sys.stdout.flush()  # a reader that is gone shows itself here and not when the interpreter ends, where nobody could catch it
         return code
     except BrokenPipeError:
@@ -51,6 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         _report(error, arguments.debug)
         return FAILURE
+
+
+def _take_rank() -> int | None:
+    """Under an mpirun the frontend alone goes on from here, so that everything is done and said once; an exit code if that cannot be."""
+    from headrace import launch
+
+    try:
+        launch()
+    except HeadraceError as error:
+        _report(error, debug=False)
+        return ENGINE_DIED
+    return None
 
 
 def _set_up_logging(debug: bool) -> None:

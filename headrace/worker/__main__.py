@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.engine.base import Broadcast, Engine, Runner
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StartupError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
 from headrace.ipc.greeting import greet, part
@@ -141,6 +141,11 @@ def main() -> None:
     set_process_name(f"headrace:{world.rank}")
     report = Reporter(bootstrap, world)
     try:
+        if world.size != (size := bootstrap.config.tensor_parallel_size):
+            # Each of them is a world of its own, and would take itself for rank 0.
+            raise StartupError(
+                f"MPI says {world.size} ranks, not {size}: mpi4py has loaded {world.version}, which is not what started them"
+            )
         report.hello()
         (lead if world.rank == 0 else follow)(bootstrap, world, report)
     except BaseException as error:

@@ -63,8 +63,11 @@ class MpiWorld:
         """End every rank, whatever it is doing. Nothing of ours runs after this, in no rank."""
         sys.stdout.flush()
         sys.stderr.flush()
-        comm: Any = self._comm
-        comm.Abort(code)
+        # In a slot of the user's mpirun (executor/launchers/slot.py) our own launcher ends the others; an abort would end the frontend as
+        # well, before it can say what has happened.
+        if "HEADRACE_SLOT" not in os.environ:
+            comm: Any = self._comm
+            comm.Abort(code)
         os._exit(code)
 
 

@@ -131,7 +131,7 @@ def test_defaults_are_those_of_the_settings(llm):
     defaults = EngineConfig(model="")
     for name in ("runner", "dtype", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens", "num_threads"):
         assert settings[name] == getattr(defaults, name)
-    assert (settings["model"], settings["tensor_parallel_size"], settings["mpi"]) == ("smollm2-135m", 1, "auto")
+    assert (settings["model"], settings["tensor_parallel_size"], settings["mpi"]) == ("smollm2-135m", None, "auto")
 
 
 @pytest.mark.parametrize(

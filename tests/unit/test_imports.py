@@ -53,7 +53,7 @@ LAYERS = {
     # It drives executors of both kinds with what it reads from a file.
     "headrace.cli.replay": LEAVES | {"headrace", "headrace.cli", "headrace.executor", "headrace.ipc.recording", "headrace.checkpoint"},
     "headrace.__main__": {"headrace.cli"},
-    "headrace": LEAVES | {"headrace.llm"},
+    "headrace": LEAVES | {"headrace.llm", "headrace.executor.launchers.forms"},
 }
 
 #: package of others -> the only places that may import it

@@ -23,11 +23,11 @@ Flavour = Literal["openmpi", "mpich"]
 OUTPUT_LINES = 200
 
 
-def start_job(folder: Path, command: list[str], environment: Mapping[str, str], flavour: Flavour) -> Job:
+def start_job(folder: Path, command: list[str], environment: Mapping[str, str], flavour: Flavour, pass_fds: tuple[int, ...] = ()) -> Job:
     """Start a janitor that clears ``folder``, whether or not it is there yet, and starts ``command`` when it is told to go; in a session
     of its own, so that a terminal's Ctrl-C is ours to handle.
 
-    ``flavour``: whose exit codes it has. Raises StartupError.
+    ``flavour``: whose exit codes it has. ``pass_fds``: descriptors that the command gets, under their numbers. Raises StartupError.
     """
     argv = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), str(folder), *command]
     # A process begins with the mask of the thread that starts it: a signal that comes before the janitor has a handler must wait for it.
@@ -41,6 +41,7 @@ def start_job(folder: Path, command: list[str], environment: Mapping[str, str], 
             start_new_session=True,
             env=environment,
             bufsize=0,
+            pass_fds=pass_fds,
         )
     except OSError as error:
         raise StartupError(f"cannot start {argv[0]}: {error}") from error

@@ -137,22 +137,30 @@ class MpiLauncher:
 
     def _environment(self, folder: Path) -> dict[str, str]:
         nested = any(mark in os.environ for mark in OUTER_JOB_MARKS)
-        env = {name: value for name, value in os.environ.items() if not (nested and name.startswith(OUTER_JOB))}
+        inherited = {name: value for name, value in os.environ.items() if not (nested and name.startswith(OUTER_JOB))}
+        own = {} if self._mpi.library is None else {"MPI4PY_LIBMPI": self._mpi.library}
         if self._mpi.flavour == "openmpi":
-            # What the user set in this shell on purpose stays.
-            before_5 = self._mpi.version.split(".")[0] in ("3", "4")
-            own = OPENMPI_4_ENVIRONMENT if before_5 else OPENMPI_ENVIRONMENT
-            transport = "vader" if before_5 else "sm"
-            env = own | {f"OMPI_MCA_btl_{transport}_backing_directory": str(folder)} | env
-        if self._mpi.library is not None:
-            env.setdefault("MPI4PY_LIBMPI", self._mpi.library)
-        env["TMPDIR"] = str(folder)
-        # Workers import the same headrace as we do, also from a checkout that is on our path but not installed; and, from Python 3.11 on,
-        # nothing that happens to lie in the current folder.
-        package_root = Path(__file__).resolve().parents[3]
-        if package_root.name not in ("site-packages", "dist-packages"):
-            env["PYTHONPATH"] = os.pathsep.join(p for p in (str(package_root), env.get("PYTHONPATH")) if p)
-        env["PYTHONSAFEPATH"] = "1"
-        env["OMP_WAIT_POLICY"] = "passive"
-        env["PYTHONUNBUFFERED"] = "1"
-        return env
+            own |= openmpi_settings(self._mpi.version.split(".")[0] in ("3", "4")) | shared_memory_in(folder)
+        # What the user set in this shell on purpose stays.
+        return own | inherited | worker_settings(folder)
+
+
+def openmpi_settings(before_5: bool) -> dict[str, str]:
+    """Environment of an Open MPI job on one machine, as far as the user has not set it."""
+    return OPENMPI_4_ENVIRONMENT if before_5 else OPENMPI_ENVIRONMENT
+
+
+def shared_memory_in(folder: Path) -> dict[str, str]:
+    """Where Open MPI's ranks put their shared memory, by the names of its transport in versions 5 and 4."""
+    return {f"OMPI_MCA_btl_{transport}_backing_directory": str(folder) for transport in ("sm", "vader")}
+
+
+def worker_settings(folder: Path) -> dict[str, str]:
+    """Environment of every rank, whatever the user has set."""
+    own = {"TMPDIR": str(folder), "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+    # Workers import the same headrace as we do, also from a checkout that is on our path but not installed; and, from Python 3.11 on,
+    # nothing that happens to lie in the current folder.
+    package_root = Path(__file__).resolve().parents[3]
+    if package_root.name not in ("site-packages", "dist-packages"):
+        own["PYTHONPATH"] = os.pathsep.join(p for p in (str(package_root), os.environ.get("PYTHONPATH")) if p)
+    return own

@@ -1,0 +1,86 @@
+"""Which form a world gets: who starts its ranks, and how many there are."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Literal, NamedTuple, get_args
+
+from headrace.errors import StartupError
+from headrace.executor.launchers.base import Launcher
+from headrace.executor.launchers.external import ExternalLauncher, outer_job, slots, take_slot
+from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
+from headrace.executor.lifecycle import FAIL, RestartPolicy
+
+log = logging.getLogger("headrace.executor")
+
+#: auto: external in a rank of the user's mpirun, spawn otherwise; spawn: an MPI job of our own; external: the ranks of the user's mpirun
+LauncherName = Literal["auto", "spawn", "external"]
+
+#: environment variable that decides where the caller does not
+VARIABLE = "HEADRACE_LAUNCHER"
+
+
+class Choice(NamedTuple):
+    """``ranks``: of the world. ``may_restart``: whether the launcher can start another after the death of one."""
+
+    launcher: Launcher
+    ranks: int
+    may_restart: bool
+
+    def policy(self, wanted: RestartPolicy) -> RestartPolicy:
+        """What can be had of it."""
+        if wanted.attempts and not self.may_restart:
+            log.warning("a world in the ranks of the user's mpirun cannot be restarted: its death ends all requests")
+            return FAIL
+        return wanted
+
+
+def choose(launcher: LauncherName = "auto", mpi: str = "auto", ranks: int | None = None) -> Choice:
+    """Choose, and log what and why. In a rank of the user's mpirun this does not return, except in the frontend.
+
+    Args:
+        launcher: what the caller wants.
+        mpi: an MPI of its own, if not ``auto``; then ranks of another's are no use.
+        ranks: as many; None: as many as there are, one without an mpirun.
+
+    Raises:
+        StartupError: it cannot be had.
+    """
+    wanted = _wanted(launcher)
+    if mpi == "auto" and wanted != "spawn":
+        take_slot()
+    given = slots()
+    if wanted == "external" and given is None:
+        raise StartupError('launcher="external": this process is not in a rank of an mpirun, or it is in MPI on its own account')
+    if given is None or wanted == "spawn" or (wanted == "auto" and mpi != "auto"):
+        asked = "asked for" if wanted == "spawn" or mpi != "auto" else None
+        log.info(
+            "world: an MPI job of its own (%s)", asked or ("no mpirun to use" if outer_job() is None else "this rank is not ours to use")
+        )
+        return Choice(MpiLauncher(find_mpi(mpi)), ranks or 1, may_restart=True)
+    if ranks is not None and ranks != given.size:
+        raise StartupError(f"tensor_parallel_size is {ranks}, but mpirun has started {given.size} ranks: leave it out, or make them equal")
+    log.info("world: the %d ranks of the mpirun that started this process", given.size)
+    return Choice(ExternalLauncher(given), given.size, may_restart=False)
+
+
+def launch() -> None:
+    """Be a rank of the user's mpirun from here on; for the first lines of a script, of which only this much then runs in every rank.
+
+    ``mpirun -n N python script.py`` runs a script in N processes, as far as its first ``LLM(...)``. There they become the ranks, and one
+    more, the frontend, runs it from its beginning to its end. Called before that, this is that place. It does nothing in the frontend,
+    where there is no mpirun, in a script that is in MPI on its own account, and with HEADRACE_LAUNCHER=spawn.
+
+    Raises StartupError: the ranks cannot be used, or this process cannot be started again.
+    """
+    if _wanted("auto") != "spawn":
+        take_slot()
+
+
+def _wanted(launcher: str) -> str:
+    wanted = os.environ.get(VARIABLE, "auto") if launcher == "auto" else launcher
+    if wanted not in get_args(LauncherName):
+        source = f"launcher={launcher!r}" if launcher != "auto" else f"{VARIABLE}={wanted}"
+        raise StartupError(f"{source}: it must be one of {', '.join(get_args(LauncherName))}")
+    return wanted
