@@ -99,12 +99,12 @@ def api_error(error: BaseException) -> ApiError:
             code="context_length_exceeded" if too_long else "invalid_value",
         )
     if isinstance(error, EngineDeadError):
-        log.error("a request failed with its world: %s", error)
+        log.error("a request failed with its world: %s", str(error))
         return ApiError(503, "the engine died and this request with it", code="engine_dead", retry_after=RETRY_AFTER)
     if isinstance(error, ClosedError):
         return ApiError(503, "the service is ending", code="shutting_down", retry_after=RETRY_AFTER)
     if isinstance(error, ModelError):
-        log.error("the model cannot do what a request asked for: %s", error)
+        log.error("the model cannot do what a request asked for: %s", str(error))
         return ApiError(400, "this model cannot do what was asked for", code="unsupported")
     if isinstance(error, TimeoutError):
         return ApiError(503, "the engine did not answer in time", code="engine_silent", retry_after=RETRY_AFTER)

@@ -75,9 +75,13 @@ class Gate:
     async def _answer(self, request: web.Request, methods: Mapping[str, Route], route: Route | None) -> web.StreamResponse:
         try:
             return await self._admit(request, methods, route)
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
             self._metrics.vanished += 1
             raise
+        except ConnectionError:
+            # Found out by writing, a moment before aiohttp would have cancelled us for it; as an error it would be logged as one.
+            self._metrics.vanished += 1
+            raise asyncio.CancelledError from None
         except Exception as error:
             answer = api_error(error)
             response = error_response(answer)

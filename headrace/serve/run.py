@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.serve")
 
+#: bytes that the kernel keeps for a client that does not read; streams need a hundredth
+SEND_BUFFER = 128 * 1024
 #: seconds for requests to be told of the death of their world
 DEATH_TIMEOUT = 2.0
 
@@ -39,6 +41,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Its connections inherit it. Otherwise the kernel keeps megabytes for each client that does not read.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
