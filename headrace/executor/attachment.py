@@ -65,6 +65,12 @@ def read_handle(path: Path) -> AttachHandle:
         raise StartupError(f"{path} is no attach handle that this process can use: {error}") from error
 
 
+def pid_of(path: Path) -> int | None:
+    """Of the process that has made this socket file beside the handle; None for what was made by no process that attaches."""
+    pid = path.name.partition("-")[0]
+    return int(pid) if pid.isdecimal() else None
+
+
 def news_address(name: str, endpoint: str) -> Address:
     """The address of a news channel, the same on both sides."""
     return Address(channel="news", endpoint=endpoint, peer=name)
@@ -112,7 +118,7 @@ class Attachment:
             owner_fd = os.pidfd_open(handle.owner_pid)
         except ProcessLookupError:
             raise StartupError(f"the process that owns the world (pid {handle.owner_pid}) has ended") from None
-        name = secrets.token_hex(4)
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
         try:
             news = bind_pair(news_address(name, f"ipc://{path.parent}/{name}"), handle.key)
         except BaseException:

@@ -18,12 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from headrace.config import EngineConfig
 from headrace.errors import ChannelFullError, EngineDeadError, HeadraceError
-from headrace.executor.attachment import HANDLE_NAME, LINGER, AttachHandle, news_address, write_handle
+from headrace.executor.attachment import HANDLE_NAME, LINGER, AttachHandle, news_address, pid_of, write_handle
 from headrace.executor.doorbell import Doorbell
 from headrace.executor.heartbeat import HangPolicy
 from headrace.executor.launchers.job import Job, start_job
@@ -76,7 +75,6 @@ class _Frontend:
         self.lane = lane
         self.name = message.name
         self.pid = message.pid
-        self.news_path = _path(message.news)
         self.pidfd = pidfd
         self.news = news
         # What it has bound last, and whether the world that there is has been told.
@@ -255,7 +253,7 @@ class LaneHub:
                 self._forget(frontend)
 
     def _forget(self, frontend: _Frontend) -> None:
-        """It has detached, or died: nobody reads what its lane brings, and its socket files are ours to remove."""
+        """It has detached, or died: nobody reads what its lane brings."""
         if self._frontends.pop(frontend.name, None) is None:
             return
         self._sources.remove(frontend.news)
@@ -263,14 +261,14 @@ class LaneHub:
         frontend.news.close(LINGER)
         os.close(frontend.pidfd)
         self._drops.add(frontend.lane)
-        paths = [frontend.news_path]
-        if frontend.bound is not None:
-            paths += [_path(frontend.bound.requests), _path(frontend.bound.results)]
-        for path in paths:
-            # Only in our own folder: the names came in messages.
-            if path.parent == self._session.path:
-                path.unlink(missing_ok=True)
+        self._sweep()
         log.info("process %d has left lane %d", frontend.pid, frontend.lane)
+
+    def _sweep(self) -> None:
+        """Remove the socket files of processes that have died, also of those that never came to say who they are."""
+        for path in self._session.path.iterdir():
+            if (pid := pid_of(path)) is not None and _has_ended(pid):
+                path.unlink(missing_ok=True)
 
     # --- the world
 
@@ -362,5 +360,14 @@ class LaneHub:
         self._session.remove()
 
 
-def _path(endpoint: str) -> Path:
-    return Path(endpoint.removeprefix("ipc://"))
+def _has_ended(pid: int) -> bool:
+    """Also of one that nobody has collected yet."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    ended = bool(poll.poll(0))
+    os.close(fd)
+    return ended
