@@ -477,6 +477,21 @@ class LLM:
         """Go on after ``pause``; nothing happens without one. Raises TimeoutError, EngineDeadError, ClosedError."""
         self._executor.resume(timeout)
 
+    def start_profile(self, folder: str | Path, timeout: float = 20.0) -> None:
+        """Let every rank record its steps, at most 256 of them, until ``stop_profile``, which writes them into ``folder``; one at a time.
+
+        Raises RequestError if a profile is being taken or a rank cannot, TimeoutError if one does not answer within ``timeout`` seconds,
+        EngineDeadError, ClosedError.
+        """
+        self._executor.start_profile(folder, timeout)
+
+    def stop_profile(self, timeout: float = 120.0) -> list[str]:
+        """Let every rank write what it has recorded; the files, in the order of the ranks, for Perfetto or chrome://tracing.
+
+        Raises as ``start_profile``.
+        """
+        return self._executor.stop_profile(timeout)
+
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times."""
         self._executor.close(drain, timeout)

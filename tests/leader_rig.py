@@ -8,12 +8,16 @@ from collections import defaultdict
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import EchoEngine, EchoRunner, echo_token
 from headrace.ipc import memory_channel
-from headrace.ipc.channel import Address, new_key
+from headrace.ipc.channel import Address, ServedChannel, new_key
 from headrace.ipc.messages import Buffer, Deltas, LaneReady, PauseState, RequestHead, ShutdownDone, Submit
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
+from headrace.worker.control import ControlServer
 from headrace.worker.lanes import RETRY_FULL, LaneDesk
 from headrace.worker.loop import Leader
+from headrace.worker.plans import PlanSender
+from headrace.worker.profiler import RankProfiler
+from headrace.worker.rank_calls import RankCalls
 from tests.clock import ManualClock
 from tests.faults import Limited
 
@@ -72,10 +76,17 @@ class Rig:
         self.requests, self.results = memory_channel.bind_pair(requests, key), memory_channel.bind_pair(results, key)
         self.ends = (memory_channel.connect_pair(requests, key), memory_channel.connect_pair(results, key))
         self.clock = ManualClock(100.0)
-        self.engine = EchoEngine(config, EchoRunner(self.echo, 0, lambda *at: None), lambda arrays: None)
+        runner = EchoRunner(self.echo, 0, lambda *at: None)
+        self.engine = EchoEngine(config, runner, lambda arrays: None)
         self.desk = LaneDesk(memory_channel.connect_pair, LaneReady(self.engine.facts, "memory://control", Buffer(key)))
-        self.leader = Leader(self.engine, *self.ends, memory_channel.MemoryPoller(), self.desk, clock=self.clock)
+        self.poller = memory_channel.MemoryPoller()
+        self.calls = RankCalls(PlanSender(()), RankProfiler(runner, 0), clock=self.clock)
+        self.leader = Leader(self.engine, *self.ends, self.poller, self.desk, self.calls, clock=self.clock)
         self.got = Got()
+
+    def control(self, channel: ServedChannel) -> ControlServer:
+        """What answers control calls, not started."""
+        return ControlServer(channel, self.leader, self.desk, self.calls, self.engine, memory_channel.MemoryPoller())
 
     def submit(self, first: int, *prompts, max_tokens=3, params=PARAMS, **head) -> None:
         """Requests ``first`` and on, in one message; ``head``: further fields of their heads."""
@@ -116,3 +127,4 @@ class Rig:
         for end in (self.requests, self.results, *self.ends):
             end.close()
         self.desk.close()
+        self.calls.close()

@@ -216,9 +216,18 @@ class Runner(Protocol):
     def execute(self, arrays: Sequence[Int32]) -> Any:
         """Run one plan. Rank 0 returns what its engine needs (logits, float32 [rows, vocabulary]); the others' result is ignored."""
 
+    def start_profile(self) -> None:
+        """Record what runs from now on, of at most ``MAX_PROFILED_STEPS`` steps. For the thread that runs them, between two of them."""
+
+    def stop_profile(self, path: str | None) -> None:
+        """Write what was recorded into a file, as a trace for Perfetto and chrome://tracing; None: drop it. Raises OSError."""
+
     def close(self) -> None:
         """Give memory back."""
 
+
+#: steps that one profile holds at most; those that follow are not in it
+MAX_PROFILED_STEPS = 256
 
 #: Called by the engine on rank 0 with the plan's arrays before it executes them itself: the worker sends them to the other ranks.
 Broadcast = Callable[[Sequence[Int32]], None]

@@ -14,6 +14,7 @@ from headrace.config import EchoConfig, EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, EngineRequest, Float32, Int32, LogprobRows, ProgressHook, StepOutputs
 from headrace.engine.ranking import Rank, Ranked
 from headrace.engine.ring import Ring
+from headrace.engine.step_trace import StepTrace
 from headrace.outputs import FinishReason
 from headrace.telemetry import IterationStats, KvCacheEvent
 
@@ -53,6 +54,8 @@ class EchoRunner:
     def __init__(self, config: EchoConfig, rank: int, progress: ProgressHook) -> None:
         self._config = config
         self._rank = rank
+        # While a profile is taken.
+        self._trace: StepTrace | None = None
         for part in range(LOAD_STEPS):
             progress("load", part, LOAD_STEPS)
             time.sleep(config.load_time / LOAD_STEPS)
@@ -66,13 +69,25 @@ class EchoRunner:
     def execute(self, arrays: Sequence[Int32]) -> None:
         """``arrays``: one int32 [1], the number of the step."""
         config = self._config
-        step = int(arrays[0][0])
+        step, began = int(arrays[0][0]), time.time_ns()
         if config.kill_rank == self._rank and step == config.kill_step:
             os.kill(os.getpid(), signal.SIGKILL)
         if config.raise_step == step:
             raise RuntimeError(f"echo engine: step {step} was told to raise")
         if config.step_time:
             time.sleep(config.step_time)
+        if self._trace is not None:
+            self._trace.add(step, began)
+
+    def start_profile(self) -> None:
+        """See ``Runner``: begin and end of each step."""
+        self._trace = StepTrace(self._rank)
+
+    def stop_profile(self, path: str | None) -> None:
+        """See ``Runner``."""
+        trace, self._trace = self._trace, None
+        if trace is not None and path is not None:
+            trace.write(path)
 
     def close(self) -> None:
         """Nothing is held."""

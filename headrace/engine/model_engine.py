@@ -56,6 +56,12 @@ class ModelRunner(Protocol):
     def take_failed_adapters(self) -> dict[int, str]:
         """Of the last plan's loads those that failed on any rank: slot -> why."""
 
+    def start_profile(self) -> None:
+        """See ``base.Runner``."""
+
+    def stop_profile(self, path: str | None) -> None:
+        """See ``base.Runner``."""
+
     def close(self) -> None:
         """Give memory back."""
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import get_args
 
 from headrace.config import EngineConfig, EngineFacts
-from headrace.errors import ChannelError, ClosedError, EngineDeadError, HeadraceError, RequestError
+from headrace.errors import ChannelError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import QueueLimits
 from headrace.executor.attachment import Attachment
+from headrace.executor.control_line import ControlLine, refusal
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.doorbell import MAX_POLL
 from headrace.executor.health import PROGRESS_LIMIT, SILENCE_LIMIT, Health, ProgressWatch, describe
@@ -45,12 +46,8 @@ from headrace.executor.result import GenerationResult
 from headrace.executor.stacks import AskStacks, RankStacks
 from headrace.executor.startup import ProgressListener
 from headrace.executor.texts.pool import TextPool
-from headrace.executor.world import World
-from headrace.ipc.channel import Channel
 from headrace.ipc.messages import (
     Ack,
-    AnyMessage,
-    ControlError,
     GetIterations,
     GetKvEvents,
     GetStats,
@@ -60,9 +57,12 @@ from headrace.ipc.messages import (
     PauseMode,
     Ping,
     Pong,
+    RankAnswers,
     ResetPrefixCache,
     Resume,
+    StartProfile,
     Stats,
+    StopProfile,
 )
 from headrace.ipc.recorder import Recorder
 from headrace.telemetry import IterationStats, KvCacheEvent
@@ -76,6 +76,11 @@ GIVES_LANES = HOLDING | SERVING | {WorldState.STARTING}
 CLOSE_MARGIN = 3.0
 #: seconds that a start waits for postprocess workers once the world is ready
 POSTPROCESS_PATIENCE = 10.0
+#: seconds that the answer to a call may be under way, beyond those that the ranks have for it
+CALL_MARGIN = 2.0
+#: seconds that ranks have: PyTorch's profiler takes one or two to begin, and some to write many steps of a large model
+START_PROFILE_TIMEOUT = 20.0
+STOP_PROFILE_TIMEOUT = 120.0
 
 
 class GenerationExecutorProxy:
@@ -124,14 +129,11 @@ class GenerationExecutorProxy:
         self._owner = os.getpid()
         # Ids rise in the order of registration; both happen under the dispatcher's lock.
         self._next_id = launcher.first_id if isinstance(launcher, Attachment) else 0
-        # Guards the control channel, one call at a time, and says whose it is. It is there from READY to close.
-        self._control_lock = threading.Lock()
-        self._control: Channel | None = None
-        self._control_world: World | None = None
+        # For answers that come at once, and for those that every rank has a part in.
+        self._control = ControlLine(self._dispatcher)
+        self._collective = ControlLine(self._dispatcher)
         self._kv_events: RecordReader[KvCacheEvent] = RecordReader()
         self._iterations: RecordReader[IterationStats] = RecordReader()
-        # Idents of threads that are in a call, with the lock or on their way to it.
-        self._callers: set[int] = set()
         self._texts: TextPool | None = None
         dispatcher = self._dispatcher
         self._heartbeat = HeartbeatThread(
@@ -252,8 +254,7 @@ class GenerationExecutorProxy:
             if self._texts is not None:
                 # They are quicker than a world, as a rule; if not, texts wait for them.
                 self._texts.settled.wait(POSTPROCESS_PATIENCE)
-            with self._control_lock:
-                self._open_control()
+            self._control.open()
             self._heartbeat.start()
             return facts
         except BaseException:
@@ -438,13 +439,13 @@ class GenerationExecutorProxy:
 
     def ping(self, timeout: float = 2.0) -> Pong:
         """Heartbeat of rank 0. Raises TimeoutError, EngineDeadError, ClosedError."""
-        reply = self._call(Ping(), timeout)
+        reply = self._control.call(Ping(), timeout)
         assert isinstance(reply, Pong), reply
         return reply
 
     def stats(self, timeout: float = 2.0) -> dict[str, float]:
         """Counters and gauges of the engine. Raises TimeoutError, EngineDeadError, ClosedError."""
-        reply = self._call(GetStats(), timeout)
+        reply = self._control.call(GetStats(), timeout)
         assert isinstance(reply, Stats), reply
         return reply.values
 
@@ -464,8 +465,45 @@ class GenerationExecutorProxy:
 
     def reset_prefix_cache(self, timeout: float = 2.0) -> None:
         """Requests submitted from now on find no KV blocks of earlier ones. Raises TimeoutError, EngineDeadError, ClosedError."""
-        reply = self._call(ResetPrefixCache(), timeout)
+        reply = self._control.call(ResetPrefixCache(), timeout)
         assert isinstance(reply, Ack), reply
+
+    def start_profile(self, folder: str | Path, timeout: float = START_PROFILE_TIMEOUT) -> None:
+        """Let every rank record its steps, at most 256 of them, and return when all do; ``stop_profile`` writes them into ``folder``, which
+        is made where it is missing, on the machine of each rank. A start that does not succeed on every rank is undone on all.
+
+        Raises:
+            RequestError: a profile is being taken already, or a rank cannot; the message says which ranks, and why.
+            TimeoutError: a rank has not answered within ``timeout`` seconds; the message says which.
+            EngineDeadError, ClosedError.
+        """
+        now = time.time()
+        name = time.strftime("headrace-%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03d}"
+        self._call_ranks(StartProfile(str(Path(folder).absolute() / name), timeout), "start_profile")
+
+    def stop_profile(self, timeout: float = STOP_PROFILE_TIMEOUT) -> list[str]:
+        """Let every rank write what it has recorded; the files, in the order of the ranks, for Perfetto or chrome://tracing. No step runs
+        while they are written. Raises as ``start_profile``.
+        """
+        answers = self._call_ranks(StopProfile(timeout), "stop_profile")
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _call_ranks(self, message: StartProfile | StopProfile, name: str) -> dict[int, str]:
+        """What every rank says. Raises once all have answered, or the time is up."""
+        if not 0 < message.timeout <= threading.TIMEOUT_MAX / 2:
+            raise RequestError(f"timeout={message.timeout} does not lie between 0 and {threading.TIMEOUT_MAX / 2:.0f} seconds")
+        reply = self._collective.call(message, message.timeout + CALL_MARGIN)
+        assert isinstance(reply, RankAnswers), reply
+        by_text: dict[str, list[int]] = {}
+        for rank, error in sorted(reply.errors.items()):
+            by_text.setdefault(error, []).append(rank)
+        faults = [f"rank {', '.join(map(str, ranks))}: {error}" for error, ranks in by_text.items()]
+        if reply.silent:
+            silent = ", ".join(map(str, reply.silent))
+            raise TimeoutError("; ".join([f"{name}: rank {silent} has not answered within {message.timeout} s", *faults]))
+        if faults:
+            raise RequestError(f"{name}: " + "; ".join(faults))
+        return reply.answers
 
     def close(self, drain: bool = False, timeout: float = 5.0) -> None:
         """End the world within ``timeout`` seconds: finish what runs (``drain``) or abort it. May be called any number of times.
@@ -524,12 +562,8 @@ class GenerationExecutorProxy:
             # A world that had died by itself was reaped by its thread, which has ended: nothing is left to do but to say so.
             if self.state is WorldState.REAPED:
                 dispatcher.lifecycle.handle(Close(drain, 0.0), 0.0)
-        # A call in this very thread, which a signal handler interrupted to close, closes the channel itself when it is back.
-        if threading.get_ident() not in self._callers and self._control_lock.acquire(timeout=CLOSE_MARGIN):
-            try:
-                self._close_control()
-            finally:
-                self._control_lock.release()
+        self._control.close(CLOSE_MARGIN)
+        self._collective.close(CLOSE_MARGIN)
         self._heartbeat.join(CLOSE_MARGIN)
         if dispatcher.hub is not None:
             dispatcher.hub.join(CLOSE_MARGIN)
@@ -546,68 +580,14 @@ class GenerationExecutorProxy:
                 )
 
     def _refusal(self) -> HeadraceError:
-        error = self._dispatcher.lifecycle.error
-        if error is not None:
-            return error.fresh()
-        if self.state in HOLDING:
-            return EngineDeadError("the worker world died and is being restarted")
-        if self.state in SERVING:
-            return EngineDeadError("the worker world died, and another has taken its place")
-        return ClosedError(f"the executor is {self.state.name.lower()}")
-
-    def _open_control(self) -> None:
-        """Connect to the world that there is; holds the control lock."""
-        from headrace.ipc.zmq_channel import connect_served
-
-        world = self._dispatcher.world
-        # Not after a close, which has looked for it already; on a world that is going, calls are refused with the cause.
-        if self.state in SERVING and world.control is not None and self._control_world is not world:
-            self._close_control()
-            self._control = connect_served(*world.control)
-            self._control_world = world
-
-    def _close_control(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        self._control = self._control_world = None
+        return refusal(self._dispatcher.lifecycle)
 
     def _ask_kv_events(self, after: int, limit: int, timeout: float) -> KvEvents:
-        reply = self._call(GetKvEvents(after, limit), timeout)
+        reply = self._control.call(GetKvEvents(after, limit), timeout)
         assert isinstance(reply, KvEvents), reply
         return reply
 
     def _ask_iterations(self, after: int, limit: int, timeout: float) -> Iterations:
-        reply = self._call(GetIterations(after, limit), timeout)
+        reply = self._control.call(GetIterations(after, limit), timeout)
         assert isinstance(reply, Iterations), reply
         return reply
-
-    def _call(self, message: AnyMessage, timeout: float) -> AnyMessage:
-        me = threading.get_ident()
-        self._callers.add(me)
-        try:
-            reply = self._call_in_turn(message, timeout)
-        finally:
-            self._callers.discard(me)
-        if isinstance(reply, ControlError):
-            raise RequestError(f"{type(message).__name__} failed: {reply.error}")
-        return reply
-
-    def _call_in_turn(self, message: AnyMessage, timeout: float) -> AnyMessage:
-        deadline = time.monotonic() + timeout
-        if not self._control_lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
-            raise TimeoutError(f"{type(message).__name__}: other calls took all of its {timeout} s")
-        try:
-            self._open_control()
-            world = self._control_world
-            if self.state not in SERVING or self._control is None or world is None:
-                raise self._refusal()
-            try:
-                return self._control.call(message, max(0.0, deadline - time.monotonic()), world.over.fd)
-            except TimeoutError:
-                if self.state not in SERVING or world.over.wait(0.0):
-                    raise self._refusal() from None
-                raise
-        finally:
-            if self.state is WorldState.CLOSED:
-                self._close_control()
-            self._control_lock.release()

@@ -353,6 +353,28 @@ class DropLane(Message, frozen=True, tag="drop_lane"):
     lane: int
 
 
+class StartProfile(Message, frozen=True, tag="start_profile"):
+    """Every rank is to record its steps, for ``{prefix}.rank{rank}.json``. ``timeout``: seconds until the reply, whoever is missing."""
+
+    prefix: str
+    timeout: float
+
+
+class StopProfile(Message, frozen=True, tag="stop_profile"):
+    """Every rank is to write what it has recorded, or with ``discard`` to drop it. ``timeout`` as in :class:`StartProfile`."""
+
+    timeout: float
+    discard: bool = False
+
+
+class RankAnswers(Message, frozen=True, tag="rank_answers"):
+    """What became of a call to every rank: of those that did it what they say, of those that could not why, and who has not answered."""
+
+    answers: dict[int, str]
+    errors: dict[int, str] = {}
+    silent: tuple[int, ...] = ()
+
+
 class ControlError(Message, frozen=True, tag="control_error"):
     """The call failed; only its caller is told."""
 
@@ -434,6 +456,21 @@ class Plan(Message, frozen=True, tag="plan"):
 
     step: int
     arrays: tuple[Buffer, ...]
+
+
+class RankCall(Message, frozen=True, tag="rank_call"):
+    """What every rank does between two steps; each answers with :class:`RankAnswer` of the same number."""
+
+    number: int
+    call: StartProfile | StopProfile
+
+
+class RankAnswer(Message, frozen=True, tag="rank_answer"):
+    """``error``: why it could not be done; empty when it was, and then ``answer`` is what came of it."""
+
+    number: int
+    answer: str = ""
+    error: str = ""
 
 
 class PlanEnd(Message, frozen=True, tag="plan_end"):
@@ -549,6 +586,11 @@ AnyMessage = (
     | TextFeed
     | TextPieces
     | TextReady
+    | StartProfile
+    | StopProfile
+    | RankAnswers
+    | RankCall
+    | RankAnswer
 )
 
 #: channel -> who sends what; the codec refuses a message that does not belong on its channel.
@@ -558,11 +600,21 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
     "result": {"binder": (), "connector": (Deltas, ShutdownDone, Connected, LaneReady, PauseState)},
     "init": {"binder": (Ack,), "connector": (Hello, Progress, Ready, Failed)},
     "control": {
-        "binder": (Ack, Pong, Stats, ControlError, KvEvents, Iterations),
-        "connector": (Ping, GetStats, GetKvEvents, GetIterations, ResetPrefixCache, ConnectLane, DropLane),
+        "binder": (Ack, Pong, Stats, ControlError, KvEvents, Iterations, RankAnswers),
+        "connector": (
+            Ping,
+            GetStats,
+            GetKvEvents,
+            GetIterations,
+            ResetPrefixCache,
+            ConnectLane,
+            DropLane,
+            StartProfile,
+            StopProfile,
+        ),
     },
     "attach": {"binder": (Ack,), "connector": (Attach,)},
     "news": {"binder": (LaneBound, WorldHung, Detach), "connector": (Attached, AttachRefused, LaneOrdered, WorldLost)},
-    "plan": {"binder": (Plan, PlanEnd), "connector": (Loaded,)},
+    "plan": {"binder": (Plan, PlanEnd, RankCall), "connector": (Loaded, RankAnswer)},
     "text": {"binder": (TextFeed,), "connector": (TextReady, TextPieces)},
 }

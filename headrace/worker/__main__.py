@@ -96,21 +96,25 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     from headrace.ipc.zmq_channel import ZmqPoller, bind_pair, bind_served, connect_pair
     from headrace.worker.control import ControlServer
     from headrace.worker.lanes import LaneDesk
-    from headrace.worker.loop import Leader, PlanSender
+    from headrace.worker.loop import Leader
+    from headrace.worker.plans import PlanSender
+    from headrace.worker.profiler import RankProfiler
+    from headrace.worker.rank_calls import RankCalls
 
     key = bootstrap.key
     plans = PlanSender([bind_pair(bootstrap.address("plan", rank), key) for rank in range(1, world.size)])
     requests, results = connect_pair(bootstrap.address("request"), key), connect_pair(bootstrap.address("result"), key)
     greet(requests, results, report.connecting)
-    _, make_engine = load(bootstrap, world, report)
+    runner, make_engine = load(bootstrap, world, report)
     engine = make_engine(plans)
     plans.wait_loaded()
     versions = {"headrace": __version__, "python": platform.python_version(), "mpi": world.version}
     facts = msgspec.structs.replace(engine.facts, versions=engine.facts.versions | versions)
     control = bootstrap.address("control")
     desk = LaneDesk(connect_pair, LaneReady(facts, control.endpoint, Buffer(key)))
-    leader = Leader(engine, requests, results, ZmqPoller(), desk)
-    ControlServer(bind_served(control, key), leader, desk, engine).start()
+    calls = RankCalls(plans, RankProfiler(runner, world.rank))
+    leader = Leader(engine, requests, results, ZmqPoller(), desk, calls)
+    ControlServer(bind_served(control, key), leader, desk, calls, engine, ZmqPoller()).start()
     report.ready(Ready(facts=facts))
     leader.run()
     leader.close_lanes()
@@ -123,11 +127,12 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
 def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     """Every other rank."""
     from headrace.ipc.zmq_channel import connect_pair
-    from headrace.worker.loop import Follower
+    from headrace.worker.plans import Follower
+    from headrace.worker.profiler import RankProfiler
 
     plans = connect_pair(bootstrap.address("plan", world.rank), bootstrap.key)
     runner, _ = load(bootstrap, world, report)
-    Follower(runner, plans).run()
+    Follower(runner, plans, RankProfiler(runner, world.rank)).run()
     runner.close()
 
 

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from headrace.engine.base import Engine
-from headrace.ipc.channel import ServedChannel
+from headrace.ipc.channel import Poller, ServedChannel
 from headrace.ipc.messages import (
     Ack,
     AnyMessage,
@@ -21,10 +21,13 @@ from headrace.ipc.messages import (
     Ping,
     Pong,
     ResetPrefixCache,
+    StartProfile,
     Stats,
+    StopProfile,
 )
 from headrace.worker.lanes import LaneDesk
 from headrace.worker.loop import Leader
+from headrace.worker.rank_calls import RankCalls
 
 log = logging.getLogger("headrace.worker")
 
@@ -36,11 +39,13 @@ class ControlServer:
     """Serves calls until the process ends; one that fails tells its caller only.
 
     The engine belongs to the loop. What is called here reads its rings and plain numbers, and leaves marks that the loop finds before its
-    next step; see ``Engine``.
+    next step; see ``Engine``. What every rank is to do is the loop's too, and answered when it has been done, while others are served.
     """
 
-    def __init__(self, channel: ServedChannel, leader: Leader, desk: LaneDesk, engine: Engine) -> None:
+    def __init__(self, channel: ServedChannel, leader: Leader, desk: LaneDesk, calls: RankCalls, engine: Engine, poller: Poller) -> None:
         self._channel = channel
+        self._calls = calls
+        self._poller = poller
         self._leader = leader
         self._desk = desk
         self._engine = engine
@@ -78,8 +83,25 @@ class ControlServer:
             log.exception("control call %s failed", type(message).__name__)
             return ControlError(f"{type(error).__name__}: {error}")
 
+    def listen(self) -> None:
+        """Before the first turn."""
+        self._poller.register(self._channel)
+        self._poller.register(self._calls.finished_fd)
+
+    def turn(self) -> None:
+        """Wait for something to do, and do it."""
+        channel, calls = self._channel, self._calls
+        self._poller.wait(calls.patience())
+        # Whatever comes, replies that are due are not kept waiting by more than one call.
+        if (received := channel.recv(0.0)) is not None:
+            if isinstance(received.message, StartProfile | StopProfile):
+                calls.order(received.peer, received.message)
+            else:
+                channel.reply(received.peer, self.answer(received.message))
+        for peer, reply in calls.finished():
+            channel.reply(peer, reply)
+
     def _serve(self) -> None:
+        self.listen()
         while True:
-            received = self._channel.recv(None)
-            if received is not None:
-                self._channel.reply(received.peer, self.answer(received.message))
+            self.turn()

@@ -1,4 +1,4 @@
-"""The loops of a world: rank 0 leads (receive, schedule and run, reply), the others follow. One iteration needs no process to be tested."""
+"""The loop of rank 0: receive, schedule and run, reply. One iteration needs no process to be tested; what the others do is in ``plans``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headrace.engine.base import Engine, EngineRequest, Int32, Runner, StepOutputs
+from headrace.engine.base import Engine, EngineRequest, StepOutputs
 from headrace.errors import described
 from headrace.ipc.channel import Channel, Poller
 from headrace.ipc.lanes import lane_of
 from headrace.ipc.messages import (
     AnyMessage,
-    Buffer,
     Cancel,
     Farewell,
-    Loaded,
     Pause,
     PauseMode,
-    Plan,
-    PlanEnd,
     RequestHead,
     Resume,
     Shutdown,
@@ -32,6 +28,7 @@ from headrace.outputs import FinishReason
 from headrace.worker.deadlines import Deadlines
 from headrace.worker.lanes import RETRY_FULL, Lane, LaneDesk, split
 from headrace.worker.pausing import Pausing
+from headrace.worker.rank_calls import RankCalls
 
 log = logging.getLogger("headrace.worker")
 
@@ -63,6 +60,7 @@ class Leader:
         requests, results: of lane 0.
         poller: of the kind that waits for such ends; the leader's own.
         desk: where other lanes come from.
+        calls: what the control thread wants every rank to do between two steps.
     """
 
     def __init__(
@@ -72,6 +70,7 @@ class Leader:
         results: Channel,
         poller: Poller,
         desk: LaneDesk,
+        calls: RankCalls,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,6 +78,7 @@ class Leader:
         self._clock = clock
         self._poller = poller
         self._desk = desk
+        self._calls = calls
         self._owner = Lane(0, requests, results)
         # Those that are served. Read by the control thread.
         self._lanes = {0: self._owner}
@@ -86,6 +86,7 @@ class Leader:
         self._leaving: dict[int, Lane] = {}
         poller.register(requests)
         poller.register(desk.fd)
+        poller.register(calls.fd)
         # Holds only requests whose ending has not come out of a step.
         self._deadlines = Deadlines()
         self.pausing = Pausing()  # the control thread reads its numbers and ``in_effect``
@@ -235,6 +236,8 @@ class Leader:
             self._poller.wait(patience)
         if self._desk.orders:
             self._take_orders()
+        if self._calls.busy:
+            self._calls.turn(self._poller)
         for lane in [*self._lanes.values()]:
             for _ in range(MESSAGES_PER_TURN):
                 message = lane.requests.recv(0.0)
@@ -444,50 +447,3 @@ def _makes_sense(head: RequestHead, message: Submit) -> bool:
         and not math.isnan(head.priority)
         and (head.timeout is None or not math.isnan(head.timeout))
     )
-
-
-class Follower:
-    """Every other rank: executes the plans of rank 0, in their order."""
-
-    def __init__(self, runner: Runner, plans: Channel) -> None:
-        self._runner = runner
-        self._plans = plans
-
-    def run(self) -> None:
-        """Until rank 0 says that no further plan comes."""
-        self._plans.send(Loaded(), timeout=None)
-        while True:
-            message = self._plans.recv(None)
-            if isinstance(message, PlanEnd):
-                return
-            if isinstance(message, Plan):
-                self._runner.execute([np.frombuffer(array.view, dtype=np.int32) for array in message.arrays])
-
-
-class PlanSender:
-    """Rank 0's side of the plan channels; called by the engine before each step."""
-
-    def __init__(self, channels: Sequence[Channel]) -> None:
-        self._channels = channels
-        self._step = 0
-
-    def wait_loaded(self) -> None:
-        """Until every follower can execute plans. A follower that cannot ends the whole world, and this wait with it."""
-        for channel in self._channels:
-            while not isinstance(channel.recv(None), Loaded):
-                pass
-
-    def __call__(self, arrays: Sequence[Int32]) -> None:
-        """Send one plan to every follower."""
-        if self._channels:
-            message = Plan(step=self._step, arrays=tuple(Buffer(array) for array in arrays))
-            for channel in self._channels:
-                # Followers keep up with rank 0 step by step, so the channel has room; if not, the step waits for them, as it would in MPI.
-                channel.send(message, timeout=None)
-        self._step += 1
-
-    def end(self) -> None:
-        """No further plan."""
-        for channel in self._channels:
-            channel.send(PlanEnd(), timeout=None)
-            channel.close(linger=1.0)

@@ -136,7 +136,7 @@ def test_a_control_call_to_a_world_that_dies_is_told_so(started):
     os.kill(processes["rank0"], signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(executor.ping, 2.0)
-        assert eventually(executor._control_lock.locked)
+        assert eventually(executor._control.lock.locked)
         with pytest.raises(TimeoutError, match="other calls"):
             executor.ping(0.01)
         os.kill(processes["rank0"], signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_calls_under_way_are_told_of_the_death_at_once(policy, count, started):
     assert eventually(lambda: process_state(processes["rank0"]) == "T")
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(executor.stats, 10 * LONG) for _ in range(count)]
-        assert eventually(lambda: len(executor._callers) == count)
+        assert eventually(lambda: len(executor._control.callers) == count)
         began = time.monotonic()
         os.kill(processes["rank0"], signal.SIGKILL)  # not another: mpiexec wakes whom it ends
         for call in calls:

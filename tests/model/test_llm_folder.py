@@ -87,3 +87,20 @@ def test_greedy_text_equals_that_of_transformers(folder: Path, tmp_path: Path) -
             end = tokens.index(1) if 1 in tokens else 24
             assert tokens[:end] == expected.tolist()[:end] and end > 0
             assert output.outputs[0].text == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_profile_of_two_ranks_shows_what_each_of_them_computed(folder: Path, tmp_path: Path) -> None:
+    """A59: the steps between start and stop, and in them the operators; the tokens are the same as without, and so is a second profile."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM(folder, tensor_parallel_size=2, num_threads=1) as llm:
+        plain = llm.generate(TEXTS[0], params).outputs[0].token_ids
+        for _ in range(2):
+            llm.start_profile(tmp_path, 60.0)
+            assert llm.generate(TEXTS[0], params).outputs[0].token_ids == plain
+            for file in llm.stop_profile(60.0):
+                names = [event["name"] for event in json.loads(Path(file).read_text())["traceEvents"] if event.get("ph") == "X"]
+                assert [name for name in dict.fromkeys(names) if name.startswith("headrace step")] == [
+                    f"headrace step {step}" for step in range(4)
+                ]
+                assert any(name.startswith("aten::") for name in names)
+        assert len(list(tmp_path.iterdir())) == 4

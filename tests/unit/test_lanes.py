@@ -37,7 +37,6 @@ from headrace.ipc.messages import (
 from headrace.outputs import FinishReason
 from headrace.worker import lanes as module
 from headrace.worker import loop
-from headrace.worker.control import ControlServer
 from headrace.worker.lanes import Lane, split
 from tests.faults import Limited
 from tests.leader_rig import PARAMS, Got, Rig
@@ -223,7 +222,7 @@ def test_who_has_no_key_does_not_get_a_lane(rig, frontend, monkeypatch):
 
 @pytest.mark.parametrize("number", [0, -1, MAX_LANE + 1, 2**40])
 def test_a_number_that_is_no_lane_is_refused(rig, number):
-    server = ControlServer(None, rig.leader, rig.desk, rig.engine)  # type: ignore[arg-type]
+    server = rig.control(None)  # type: ignore[arg-type]
     reply = server.answer(ConnectLane(number, "memory://a", "memory://b", Buffer(new_key())))
     assert isinstance(reply, ControlError) and str(number) in reply.error and str(MAX_LANE) in reply.error
 
@@ -232,7 +231,7 @@ def test_more_lanes_than_are_served_are_refused(rig, frontend, monkeypatch):
     monkeypatch.setattr(module, "MAX_LANES", 2)
     frontend(1).join()
     frontend(2).join()
-    server = ControlServer(None, rig.leader, rig.desk, rig.engine)  # type: ignore[arg-type]
+    server = rig.control(None)  # type: ignore[arg-type]
     third = frontend(3)
     reply = server.answer(third.order)
     assert isinstance(reply, ControlError) and "2 are served at once" in reply.error
@@ -355,7 +354,7 @@ def test_a_hundred_lanes_one_after_the_other_leave_nothing(rig, frontend):
         rig.iterate(2)
         lane.close()
     assert set(rig.leader._lanes) == {0} and not rig.leader._leaving and not rig.desk._joining
-    assert not rig.engine.has_work and len(rig.leader._poller._sources) == 2
+    assert not rig.engine.has_work and len(rig.leader._poller._sources) == 3
 
 
 # --- ends

@@ -30,8 +30,8 @@ from headrace.ipc.messages import (
 )
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
-from headrace.worker.control import ControlServer
-from headrace.worker.loop import Follower, PlanSender
+from headrace.worker.plans import Follower, PlanSender
+from headrace.worker.profiler import RankProfiler
 from tests.leader_rig import PARAMS, VOCABULARY, Got, Rig
 
 _names = itertools.count()
@@ -365,7 +365,7 @@ def test_a_control_call_that_fails_tells_its_caller_only(rig, caplog):
     """A57."""
     key, address = new_key(), Address(channel="control", endpoint=f"memory://loop-control-{next(_names)}", peer="proxy")
     binder, caller = memory_channel.bind_served(address, key), memory_channel.connect_served(address, key)
-    server = ControlServer(binder, rig.leader, rig.desk, rig.engine)
+    server = rig.control(binder)
     rig.submit(0, [1])
     rig.iterate()
     assert server.answer(Ping()) == Pong(steps=1, step_age=0.0)
@@ -418,7 +418,7 @@ def test_followers_execute_the_plans_in_order_until_the_end():
 
     for end in ends:
         runner = Runner()
-        Follower(runner, end).run()
+        Follower(runner, end, RankProfiler(runner, 1)).run()
         assert runner.executed == [[[0], []], [[1], [0]], [[2], [0, 1]]]
     for end in (*plans, *ends):
         end.close()

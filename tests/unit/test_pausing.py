@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from headrace.ipc.messages import Cancel, Pause, Ping, Resume, Shutdown
 from headrace.outputs import FinishReason
-from headrace.worker.control import ControlServer
 from tests.leader_rig import Rig
 
 ABORT, LENGTH, TIMEOUT = FinishReason.ABORT, FinishReason.LENGTH, FinishReason.TIMEOUT
@@ -179,7 +178,7 @@ def test_the_answer_waits_behind_results_that_the_channel_does_not_take(rig):
 
 def test_a_ping_tells_of_a_pause_in_effect(rig):
     """A24, A58: a paused world is not taken for one that hangs."""
-    server = ControlServer(None, rig.leader, rig.desk, rig.engine)  # type: ignore[arg-type]
+    server = rig.control(None)  # type: ignore[arg-type]
     rig.submit(0, [1], max_tokens=4)
     rig.iterate()
     rig.requests.send(Pause(1, "wait"))

@@ -21,6 +21,7 @@ from headrace.engine.plan import StepPlan, decode_loads
 from headrace.engine.runners.torch_attention import StepIndex
 from headrace.engine.runners.torch_decoder import TorchDecoder
 from headrace.engine.runners.torch_lora import TorchAdapter, adapter_rows
+from headrace.engine.runners.torch_profile import TorchProfile
 from headrace.errors import HeadraceError
 
 log = logging.getLogger("headrace.engine")
@@ -54,6 +55,8 @@ class TorchRunner:
         # By slot.
         self._adapters: dict[int, TorchAdapter] = {}
         self._failed_adapters: dict[int, str] = {}
+        # While a profile is taken.
+        self._profile: TorchProfile | None = None
         self._decoder = TorchDecoder(
             checkpoint,
             collectives,
@@ -66,6 +69,11 @@ class TorchRunner:
 
     def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
         """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
+        if self._profile is not None:
+            return self._profile.run(lambda: self._execute(arrays))
+        return self._execute(arrays)
+
+    def _execute(self, arrays: Sequence[Int32]) -> Float32 | None:
         plan = StepPlan.from_arrays(arrays)
         with torch.inference_mode():
             if len(plan.loads):
@@ -80,6 +88,16 @@ class TorchRunner:
         """Of the last plan's loads those that failed on any rank: slot -> why. Their slots are empty, and their rows were run without."""
         failed, self._failed_adapters = self._failed_adapters, {}
         return failed
+
+    def start_profile(self) -> None:
+        """See ``Runner``: every operator of PyTorch in this thread, and kernels where there is a GPU."""
+        self._profile = TorchProfile()
+
+    def stop_profile(self, path: str | None) -> None:
+        """See ``Runner``. Takes some seconds for many steps of a large model."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.end(path)
 
     def close(self) -> None:
         """Drop weights and cache. May be called again."""

@@ -1,0 +1,62 @@
+"""Between rank 0 and the others: plans of steps, and what each rank does between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.engine.base import Int32, Runner
+from headrace.ipc.channel import Channel
+from headrace.ipc.messages import Buffer, Loaded, Plan, PlanEnd, RankCall
+from headrace.worker.profiler import RankProfiler
+
+
+class Follower:
+    """Every other rank: executes the plans of rank 0, in their order."""
+
+    def __init__(self, runner: Runner, plans: Channel, profiler: RankProfiler) -> None:
+        self._runner = runner
+        self._plans = plans
+        self._profiler = profiler
+
+    def run(self) -> None:
+        """Until rank 0 says that no further plan comes."""
+        self._plans.send(Loaded(), timeout=None)
+        while True:
+            message = self._plans.recv(None)
+            if isinstance(message, PlanEnd):
+                return
+            if isinstance(message, Plan):
+                self._runner.execute([np.frombuffer(array.view, dtype=np.int32) for array in message.arrays])
+            elif isinstance(message, RankCall):
+                self._plans.send(self._profiler.answer(message), timeout=None)
+
+
+class PlanSender:
+    """Rank 0's side of the plan channels, in the order of the ranks, from rank 1 on; called by the engine before each step."""
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self.channels = channels
+        self._step = 0
+
+    def wait_loaded(self) -> None:
+        """Until every follower can execute plans. A follower that cannot ends the whole world, and this wait with it."""
+        for channel in self.channels:
+            while not isinstance(channel.recv(None), Loaded):
+                pass
+
+    def __call__(self, arrays: Sequence[Int32]) -> None:
+        """Send one plan to every follower."""
+        if self.channels:
+            message = Plan(step=self._step, arrays=tuple(Buffer(array) for array in arrays))
+            for channel in self.channels:
+                # Followers keep up with rank 0 step by step, so the channel has room; if not, the step waits for them, as it would in MPI.
+                channel.send(message, timeout=None)
+        self._step += 1
+
+    def end(self) -> None:
+        """No further plan."""
+        for channel in self.channels:
+            channel.send(PlanEnd(), timeout=None)
+            channel.close(linger=1.0)
