@@ -1,10 +1,10 @@
 // Which view is shown, and where the keyboard goes with it.
 
 import { startChat } from "./chat.js";
+import { find } from "./dom.js";
 import { watchWorld } from "./world.js";
 
 const VIEWS = ["chat", "world"];
-const find = (id) => document.getElementById(id);
 const chosen = () => (location.hash === "#world" ? "world" : "chat");
 
 function show() {

@@ -1,6 +1,7 @@
 // The chat: turns, the stream of an answer, and what can be done with them.
 
 import { ApiError, call, events } from "./api.js";
+import { find, make } from "./dom.js";
 import { Pairing, TokenTip, pieceElement } from "./tokens.js";
 
 const TOP = 5;
@@ -8,7 +9,6 @@ const SETTINGS = "headrace-parameters";
 // Of the end of the page; whoever has scrolled further up is reading there, and is left alone.
 const NEAR_END = 80;
 
-const find = (id) => document.getElementById(id);
 const turnsElement = find("turns");
 const prompt = find("prompt");
 const parameters = find("parameters");
@@ -18,13 +18,6 @@ const tip = new TokenTip(turnsElement);
 const turns = [];
 // Of the answer that is being made; null: none is.
 let running = null;
-
-function make(tag, className, text) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
 
 function button(name, label, action) {
   const element = make("button", "quiet", name);
@@ -94,9 +87,7 @@ function retry(turn) {
   prompt.focus();
 }
 
-function say(text) {
-  find("said").textContent = text;
-}
+const say = (text) => (find("said").textContent = text);
 
 // --- one answer
 
@@ -224,9 +215,7 @@ function setRunning(aborter) {
   if (focused === find("send") || focused === find("stop")) (aborter === null ? prompt : find("stop")).focus();
 }
 
-function stop() {
-  running?.abort();
-}
+const stop = () => running?.abort();
 
 function grow() {
   prompt.style.height = "auto";

@@ -1,5 +1,7 @@
 // A plot over time: lines in SVG, words in HTML, colours from the style sheet, so that it changes with the theme by itself.
 
+import { make } from "./dom.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 600;
 const HEIGHT = 120;
@@ -9,10 +11,8 @@ const LEAST_SPAN = 60;
 // Seconds between two points from which on the line is broken: nobody looked in between.
 const GAP = 5;
 
-function element(parent, tag, className, text) {
-  const made = document.createElement(tag);
-  made.className = className;
-  if (text !== undefined) made.textContent = text;
+function element(parent, ...what) {
+  const made = make(...what);
   parent.append(made);
   return made;
 }

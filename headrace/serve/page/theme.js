@@ -2,39 +2,33 @@
 (() => {
   const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
   const root = document.documentElement;
-  const chosen = () => {
-    const stored = read();
-    return stored in THEMES ? stored : "auto";
-  };
-  // Storage is refused where cookies are: then a choice lasts as long as the page.
-  let kept = "auto";
-  function read() {
-    try {
-      return localStorage.getItem("headrace-theme") ?? kept;
-    } catch {
-      return kept;
-    }
+  let chosen = "auto";
+  try {
+    chosen = localStorage.getItem("headrace-theme") ?? chosen;
+  } catch {
+    // Storage is refused where cookies are: then a choice lasts as long as the page.
   }
+  if (!(chosen in THEMES)) chosen = "auto";
   function apply(theme) {
     if (theme === "auto") delete root.dataset.theme;
     else root.dataset.theme = theme;
   }
-  apply(chosen());
+  apply(chosen);
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
     const show = () => {
-      button.textContent = THEMES[chosen()];
-      button.setAttribute("aria-label", `Theme: ${THEMES[chosen()].toLowerCase()}`);
+      button.textContent = THEMES[chosen];
+      button.setAttribute("aria-label", `Theme: ${THEMES[chosen].toLowerCase()}`);
     };
     button.addEventListener("click", () => {
       const names = Object.keys(THEMES);
-      kept = names[(names.indexOf(chosen()) + 1) % names.length];
+      chosen = names[(names.indexOf(chosen) + 1) % names.length];
       try {
-        localStorage.setItem("headrace-theme", kept);
+        localStorage.setItem("headrace-theme", chosen);
       } catch {
         // See above.
       }
-      apply(kept);
+      apply(chosen);
       show();
     });
     show();

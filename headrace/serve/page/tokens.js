@@ -1,6 +1,8 @@
 // Tokens of an answer: which text each of them made, how likely it was, and what else could have stood there.
 
 const strict = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
+// Tokens that one character takes at most: its bytes.
+const LONGEST = 4;
 // Of each piece of text in the page, its tokens.
 const tokensOf = new WeakMap();
 
@@ -8,16 +10,18 @@ const tokensOf = new WeakMap();
 export class Pairing {
   // Tokens whose text has not come yet: half a character, or the beginning of what may be a stop string.
   #waiting = [];
+  #begun = false;
 
-  /** Pieces `{text, tokens}` of what is new; joined, their texts are `text`. A character may take several tokens. */
+  /** Pieces `{text, tokens}` of what is new; joined, their texts are `text`. A character may take several tokens, and some have no text. */
   add(tokens, text) {
     const pieces = [];
     let rest = text;
     let group = [];
     for (const token of [...this.#waiting, ...tokens]) {
       group.push(token);
-      const made = decoded(group);
-      if (made !== null && made !== "" && rest.startsWith(made)) {
+      const made = this.#made(group, rest);
+      if (made !== "") {
+        this.#begun = true;
         pieces.push({ text: made, tokens: group });
         rest = rest.slice(made.length);
         group = [];
@@ -27,6 +31,17 @@ export class Pairing {
     if (rest) pieces.push({ text: rest, tokens: group });
     this.#waiting = rest ? [] : group;
     return pieces;
+  }
+
+  // What the last of these tokens made of the beginning of `rest`; those before them may have no text, as the marks of a template have none.
+  #made(group, rest) {
+    for (let count = 1; count <= Math.min(group.length, LONGEST); count++) {
+      const made = decoded(group.slice(-count));
+      if (made && rest.startsWith(made)) return made;
+      // Some tokenizers begin with a blank that is no part of the text.
+      if (made && !this.#begun && rest.startsWith(made.trimStart())) return made.trimStart();
+    }
+    return "";
   }
 }
 

@@ -1,12 +1,12 @@
 // The live page of the world: asks for what is new once a second, while somebody can see it.
 
 import { ApiError, call } from "./api.js";
+import { find, make } from "./dom.js";
 import { Plot, SPAN } from "./plot.js";
 
 const EVERY = 1000;
 const MOST_LOGGED = 200;
 
-const find = (id) => document.getElementById(id);
 const count = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const small = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const number = (value) => (value < 100 ? small : count).format(value);
@@ -35,13 +35,6 @@ const STATES = {
   closed: ["Closed", "bad"],
 };
 const RANKS = { awaited: "wait", started: "wait", loading: "wait", ready: "good", dead: "bad", gone: "off" };
-
-function make(tag, className, text) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
 
 // Only what differs is written: a screen reader would read everything again, and a selection would be lost.
 function setText(element, text) {
