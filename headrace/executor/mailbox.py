@@ -138,7 +138,8 @@ class Mailbox:
         # Only a stage that looks for stop strings runs on this side; it sees tokens before they count as arrived.
         self.stage = stage
         self.extras = extras
-        # Set before anything arrives: the text is made elsewhere, and the ending waits for it.
+        # Set before anything arrives: the text is made elsewhere, and the ending waits for it. Then None again: the two hold one another,
+        # and what a request leaves must not wait for a collection.
         self.elsewhere: TextElsewhere | None = None
         self.token_ids: list[int] = []  # fed to the stage, here or elsewhere, and held back by it
         self.unread_tokens: list[int] = []
@@ -225,6 +226,7 @@ class Mailbox:
 
     def _end(self, finish: FinishReason, stop_reason: str | int | None) -> None:
         self.finish, self.stop_reason = finish, stop_reason
+        self.elsewhere = None
         self.readers.open -= 1
 
     def fail(self, error: HeadraceError) -> None:
@@ -233,6 +235,7 @@ class Mailbox:
             self.error = error
             if self.elsewhere is not None:
                 self.elsewhere.close()
+                self.elsewhere = None
             self.readers.failed(error)
 
     def take_waiters(self, into: list[Waiter]) -> None:

@@ -233,7 +233,8 @@ class GenerationExecutorProxy:
         atexit.register(self.close)
 
     def start_postprocess(self, workers: int, recipes: bytes) -> None:
-        """Have ``workers`` processes make the texts from now on. Once, before the first ``submit``.
+        """Have ``workers`` processes make the texts of requests that have a ``new_stage``, as ``text.stage`` does, from now on. Once, and
+        before the first ``submit``.
 
         ``workers``: from 1 to ``MAX_WORKERS``. ``recipes``: of the tokenizer, as ``text.recipes.Recipes`` in msgpack.
         """

@@ -20,6 +20,7 @@ from headrace.ipc.lanes import lane_of
 from headrace.ipc.messages import Connected
 from headrace.llm import LLM
 from headrace.params import SamplingParams
+from tests.integration.test_postprocess import PROMPT, RECIPES, read, send, text_of
 from tests.integration.worlds import LONG, answer, completion, eventually, make, pids, shared_world, submit, world
 
 
@@ -270,3 +271,18 @@ def test_the_python_api_attaches_too():
         params = SamplingParams(max_tokens=4)
         assert one.generate([3, 4], params).outputs[0].token_ids == owner.generate([3, 4], params).outputs[0].token_ids
         assert one.attach_handle == owner.attach_handle and one.facts == owner.facts
+
+
+def test_each_may_have_postprocess_workers_of_its_own(owner):
+    """A28, A52: a process that attaches has its texts made by its own children."""
+    executor = GenerationExecutorProxy.attach(owner.attach_handle, start_timeout=LONG)
+    executor.launch()
+    try:
+        executor.start_postprocess(1, RECIPES)
+        executor.wait_ready()
+        (handle,) = send(executor, PROMPT, max_tokens=60)
+        assert read(handle) == (text_of(answer(PROMPT, 60)), answer(PROMPT, 60), "length")
+        assert "postprocess0" in executor.processes() and "postprocess0" not in owner.processes()
+    finally:
+        executor.close()
+    assert left(owner)

@@ -258,9 +258,9 @@ executor.start_postprocess(2, RECIPES)
 """
 
 
-@pytest.mark.parametrize("when", ["starting", "under load"])
+@pytest.mark.parametrize("when", ["starting", "under load", "interrupted"])
 def test_no_worker_outlives_its_user_process(when):
-    """A25, invariant 5."""
+    """A25, A33, invariant 5: killed at its start, or under load; or ended by Ctrl-C."""
     if when == "starting":
         script = USER + "from tests.integration.worlds import eventually\neventually(lambda: len(executor.processes()) == 4)\n"
     else:
@@ -268,8 +268,12 @@ def test_no_worker_outlives_its_user_process(when):
     script += "print(folder(executor), *(f'{name}={pid}' for name, pid in executor.processes().items()), flush=True)\ntime.sleep(60)\n"
     program = Program(script)
     assert {"postprocess0", "postprocess1"} <= set(program.pids)
-    program.process.kill()
-    program.process.communicate(timeout=LONG)
+    if when == "interrupted":
+        program.interrupt()
+    else:
+        program.process.kill()
+    _, err = program.process.communicate(timeout=LONG)
+    assert "headrace.worker" not in err
     assert program.deaths.survivors() == []
     program.deaths.close()
     assert eventually(lambda: not program.folder.exists())

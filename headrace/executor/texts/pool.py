@@ -363,6 +363,7 @@ class TextPool:
         self.recipes_fd = os.memfd_create("headrace-recipes", os.MFD_CLOEXEC)
         with open(self.recipes_fd, "wb", closefd=False) as file:
             file.write(self._recipes)
+        self._recipes = b""
         now = time.monotonic()
         for lane in self._lanes:
             lane.start(now)
