@@ -55,9 +55,9 @@ class Gate:
         for route in routes:
             by_path.setdefault(route.path, {})[route.method] = route
         for path, methods in by_path.items():
-            # A name in a path may have slashes, as those of models on the hub.
-            router.add_route("*", path.replace("}", ":.+}"), self._wrapped(methods))
-        router.add_route("*", "/{path:.*}", self._wrapped({}))
+            # A name in a path may have slashes, as those of models on the hub, and line ends, which a dot does not match.
+            router.add_route("*", path.replace("}", r":[\s\S]+}"), self._wrapped(methods))
+        router.add_route("*", r"/{path:[\s\S]*}", self._wrapped({}))
 
     def _wrapped(self, methods: Mapping[str, Route]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:

@@ -204,7 +204,9 @@ def test_bodies_that_make_no_sense(echo: Site, data: bytes, status: int):
 
 def test_what_is_no_route(echo: Site):
     """A48"""
-    assert echo.get("/nothing").error["code"] == "not_found"
+    for path in ("/nothing", "/v1/chat/completions/", "/a%0Ab", "//", "/%2e%2e/etc"):
+        assert echo.get(path).error["code"] == "not_found", path
+    assert echo.get("/v1/models/a%0Ab/c").error["code"] == "model_not_found"
     answer = echo.get(CHAT)
     assert answer.status == 405 and answer.headers["allow"] == "POST" and answer.error["code"] == "method_not_allowed"
     assert echo.call("POST", CHAT, b"{}", {"Content-Type": "text/plain"}).status == 415

@@ -1,0 +1,263 @@
+"""The ``openai`` package as it is (A54), curl, and the counters that they make (A53)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from headrace import LLM
+from headrace.serve.settings import ServeSettings
+from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, chat, echo_llm, parse_events
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a town.",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"enum": ["Bonn", "Cork"]}},
+            "required": ["town"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+}
+
+
+REFERENCE = Path(__file__).parents[1] / "data" / "smollm2_greedy.json"
+
+
+@pytest.fixture(scope="module")
+def echo() -> Iterator[Site]:
+    with echo_llm() as llm:
+        made = Site(llm, ServeSettings(api_keys=("secret",)))
+        made.start()
+        yield made
+        made.stop()
+        del llm
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Site]:
+    """SmolLM2, in one rank of one thread."""
+    with LLM("smollm2-135m", num_threads=1, kv_cache_tokens=4096) as llm:
+        llm.generate("x", use_tqdm=False)
+        made = Site(llm, ServeSettings(api_keys=("secret",)))
+        made.start()
+        yield made
+        made.stop()
+        del llm
+
+
+@pytest.fixture
+def client(echo: Site) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="secret", max_retries=0, timeout=LONG) as made:
+        yield made
+
+
+@pytest.fixture
+def real(model: Site) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{model.url}/v1", api_key="secret", max_retries=0, timeout=LONG) as made:
+        yield made
+
+
+def test_models(client: openai.OpenAI, echo: Site):
+    (card,) = client.models.list().data
+    assert client.models.retrieve(card.id).id == card.id
+
+
+def test_a_chat_whole_and_as_a_stream(client: openai.OpenAI):
+    """A54: with usage, logprobs and two choices."""
+    ask: dict[str, Any] = {
+        "model": client.models.list().data[0].id,
+        "messages": [{"role": "user", "content": "Tell me of rivers."}],
+        "max_tokens": 12,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**ask)
+    texts, tokens, usage, reasons = {0: "", 1: ""}, {0: [], 1: []}, None, {}
+    for chunk in client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += [] if choice.logprobs is None else [one.token for one in choice.logprobs.content]
+            reasons[choice.index] = choice.finish_reason
+    for choice in whole.choices:
+        assert choice.message.role == "assistant" and choice.message.content == texts[choice.index]
+        assert [one.token for one in choice.logprobs.content] == tokens[choice.index] and len(tokens[choice.index]) == 12
+        assert choice.finish_reason == reasons[choice.index] == "length"
+    assert texts[0] != texts[1] and usage == whole.usage and usage.completion_tokens == 24
+
+
+def test_completions(client: openai.OpenAI):
+    """A54"""
+    model = client.models.list().data[0].id
+    ask: dict[str, Any] = {
+        "model": model,
+        "prompt": ["The river", "A mill"],
+        "max_tokens": 6,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+    }
+    whole = client.completions.create(**ask)
+    texts = {0: "", 1: ""}
+    for chunk in client.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert [choice.text for choice in whole.choices] == [texts[0], texts[1]] and texts[0].startswith("The river")
+    assert whole.choices[0].logprobs.token_logprobs[0] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "status"),
+    [
+        ({"max_tokens": 100_000}, openai.BadRequestError, 400),
+        ({"model": "nothing"}, openai.NotFoundError, 404),
+        ({"extra_body": {"made_up": 1}}, openai.BadRequestError, 400),
+        ({"extra_headers": {"Authorization": "Bearer wrong"}}, openai.AuthenticationError, 401),
+    ],
+)
+def test_errors_are_those_of_the_client(client: openai.OpenAI, fields: dict, error: type, status: int):
+    """A48, A54"""
+    ask = {"model": client.models.list().data[0].id, "messages": [{"role": "user", "content": "x"}], **fields}
+    with pytest.raises(error) as caught:
+        client.chat.completions.create(**ask)
+    assert caught.value.status_code == status and caught.value.body["message"]
+
+
+def test_the_extensions_of_vllm(client: openai.OpenAI):
+    body = {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "min_tokens": 4, "priority": -1, "cache_salt": "mine", "return_token_ids": True}
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id, messages=[{"role": "user", "content": "x"}], max_tokens=4, extra_body=body
+    )
+    assert len(answer.choices[0].token_ids) == 4 and len(answer.prompt_token_ids) == answer.usage.prompt_tokens
+
+
+def test_the_counters_agree_with_the_usage_of_all_answers(client: openai.OpenAI, echo: Site):
+    """A53: whole answers, streams, echoes of nothing and refusals."""
+    names = ("prompt_tokens", "generation_tokens")
+    before = [echo.metric(f"headrace_{name}_total") for name in names]
+    model = client.models.list().data[0].id
+    usages = []
+    for n in (1, 3):
+        ask: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "Of rivers"}], "max_tokens": 5, "n": n}
+        usages.append(client.chat.completions.create(**ask).usage)
+        usages += [chunk.usage for chunk in client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})]
+        usages.append(client.completions.create(model=model, prompt=["a", "b"], max_tokens=4, n=n).usage)
+    usages.append(client.completions.create(model=model, prompt="a", max_tokens=0, echo=True).usage)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=model, prompt="a", max_tokens=-1)
+    given = [usage for usage in usages if usage is not None]
+    after = [echo.metric(f"headrace_{name}_total") for name in names]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [
+        sum(usage.prompt_tokens for usage in given),
+        sum(usage.completion_tokens for usage in given),
+    ]
+
+
+def test_curl_shows_events_as_they_come(echo: Site):
+    """``curl -N``."""
+    command = ["curl", "-sN", f"{echo.url}{CHAT}", "-H", "Content-Type: application/json", "-H", "Authorization: Bearer secret"]
+    ended = subprocess.run([*command, "-d", json.dumps(chat(stream=True))], capture_output=True, check=True, timeout=LONG)
+    events = parse_events(ended.stdout)
+    assert events[-1].data is None and events[-2].data["choices"][0]["finish_reason"] == "length"
+
+
+# --- with a real model
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_function_that_must_be_called(real: openai.OpenAI, stream: bool):
+    """A54: whatever the model would rather say, the call is valid; required leaves it the choice of the function."""
+    for choice, names in (({"type": "function", "function": {"name": "weather"}}, {"weather"}), ("required", {"weather", "clock"})):
+        ask: dict[str, Any] = {
+            "model": real.models.list().data[0].id,
+            "messages": [{"role": "user", "content": "How is the weather in Cork?"}],
+            "tools": [WEATHER, CLOCK],
+            "tool_choice": choice,
+            "temperature": 0,
+            "max_tokens": 60,
+        }
+        if stream:
+            name, arguments, reason = "", "", None
+            for chunk in real.chat.completions.create(**ask, stream=True):
+                for one in chunk.choices:
+                    assert not one.delta.content
+                    reason = one.finish_reason or reason
+                    for call in one.delta.tool_calls or ():
+                        assert call.index == 0
+                        name, arguments = name + (call.function.name or ""), arguments + call.function.arguments
+        else:
+            (answer,) = real.chat.completions.create(**ask).choices
+            (call,) = answer.message.tool_calls
+            assert answer.message.content is None and call.id.startswith("call_") and call.type == "function"
+            name, arguments, reason = call.function.name, call.function.arguments, answer.finish_reason
+        assert name in names and reason == ("stop" if len(names) == 1 else "tool_calls")
+        assert json.loads(arguments) in ({"town": "Bonn"}, {"town": "Cork"}, {})
+
+
+@pytest.mark.model
+def test_a_format_of_the_answer(real: openai.OpenAI):
+    """A54: a schema, also as the client makes it of a type."""
+    schema = {"type": "object", "properties": {"sea": {"enum": ["North", "Baltic"]}}, "required": ["sea"], "additionalProperties": False}
+    answer = real.chat.completions.create(
+        model=real.models.list().data[0].id,
+        messages=[{"role": "user", "content": "Into which sea does the Rhine flow?"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "sea", "schema": schema, "strict": True}},
+        max_tokens=40,
+        temperature=0,
+    )
+    assert json.loads(answer.choices[0].message.content)["sea"] in ("North", "Baltic") and answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.model
+def test_stop_and_seed(real: openai.OpenAI):
+    """A40, A43, A54"""
+    ask: dict[str, Any] = {
+        "model": real.models.list().data[0].id,
+        "messages": [{"role": "user", "content": "Count from one to ten in digits."}],
+        "max_tokens": 24,
+        "seed": 11,
+        "temperature": 0.8,
+    }
+    first, second = (real.chat.completions.create(**ask).choices[0].message.content for _ in range(2))
+    assert first == second and len(first) > 4
+    cut = real.chat.completions.create(**ask, stop=[first[2:4]]).choices[0]
+    assert cut.message.content == first[: first.find(first[2:4])] and cut.finish_reason == "stop" and cut.stop_reason == first[2:4]
+
+
+@pytest.mark.model
+def test_the_answers_are_those_of_the_reference(model: Site, real: openai.OpenAI):
+    """A42, A47: what the model says arrives whole over a stream, characters of several bytes included."""
+    france, _, chinese, *_ = json.loads(REFERENCE.read_text())["results"]
+    asked = [{"role": "user", "content": france["prompt"]}]
+    name = real.models.list().data[0].id
+    chunks = real.chat.completions.create(model=name, messages=asked, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == france["text_stop_at_eos"]
+    body = {
+        "prompt": chinese["prompt_ids"],
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    choices = [event.data["choices"][0] for event in model.events(COMPLETIONS, body, {"Authorization": "Bearer secret"})[:-1]]
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    assert tokens == chinese["output_ids_ignore_eos"][:12]
+    assert "".join(choice["text"] for choice in choices) == model.service.llm.tokenizer.decode(tokens)
