@@ -64,6 +64,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         help=f"required of clients; may be given several times (or {API_KEY_VARIABLE})",
     )
     group.add_argument("--admin-key", metavar="KEY", help=f"opens the admin routes (or {ADMIN_KEY_VARIABLE})")
+    group.add_argument("--profile-dir", metavar="FOLDER", help="where /start_profile and /stop_profile write (default: none are taken)")
     group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="pages that may call; *: all")
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain, for https")
     group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
@@ -122,6 +123,7 @@ def settings_of(arguments: argparse.Namespace) -> ServeSettings:
         loras={name: LoraRequest(name, path) for name, path in arguments.lora},
         api_keys=tuple(keys),
         admin_key=arguments.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None,
+        profile_dir=None if arguments.profile_dir is None else str(Path(arguments.profile_dir).absolute()),
         cors_origins=tuple(arguments.cors_origin),
         **{name: getattr(arguments, name) for name in same},
     )

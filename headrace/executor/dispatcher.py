@@ -469,7 +469,8 @@ class Dispatcher:
         elif isinstance(action, SendShutdown):
             with self.lock:
                 self.pauses.fail(ClosedError("the executor is closed"))
-                if action.drain and self.lifecycle.paused and self.world.outbox is not None:
+                owned = not isinstance(self.world, AttachedWorld)
+                if action.drain and owned and self.lifecycle.paused and self.world.outbox is not None:
                     # Before the shutdown mark, which waits for those that are held, and they for what the world holds.
                     self.world.outbox.put(Resume(self.pauses.last))
             if not action.drain:
@@ -505,7 +506,8 @@ class Dispatcher:
             assert self.world.outbox is not None
             with self.lock:
                 # Not after a resume that came since this was decided: its mark is in the outbox already.
-                if self.lifecycle.paused:
+                # The world is the owner's, and whoever is attached is told by it what stands.
+                if self.lifecycle.paused and not isinstance(self.world, AttachedWorld):
                     self.world.outbox.put(Pause(self.pauses.last, "keep"))
         elif isinstance(action, ResumeHeld):
             self.pairing.resume()

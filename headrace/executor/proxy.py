@@ -395,7 +395,8 @@ class GenerationExecutorProxy:
             raise RuntimeError("pause and resume wait for the dispatch thread, so they cannot be called in it, or while its lock is held")
         waiters: list[Waiter] = []
         with dispatcher.lock:
-            if self.state not in SERVING | HOLDING:
+            # Between two worlds the owner's word counts: the next one begins with it.
+            if self.state not in (SERVING if isinstance(self._launcher, Attachment) else SERVING | HOLDING):
                 raise self._refusal()
             dispatcher.lifecycle.handle(ResumeAsked() if mode is None else PauseAsked(), time.monotonic())
             # Registered under the lock under which a death is decided, so that it is answered, or failed with it.
@@ -456,6 +457,12 @@ class GenerationExecutorProxy:
         Raises TimeoutError, EngineDeadError, ClosedError.
         """
         return self._kv_events.read(self._ask_kv_events, timeout)
+
+    def kv_cache_events_after(self, after: int, limit: int, timeout: float = 2.0) -> KvEvents:
+        """Events of the KV cache from number ``after`` on, at most ``limit`` of them, for who keeps the place: ``next`` of the answer, and
+        0 again when ``stream`` is another. Raises as ``kv_cache_events``.
+        """
+        return self._ask_kv_events(after, limit, timeout)
 
     def iteration_stats(self, timeout: float = 2.0, reader: RecordReader[IterationStats] | None = None) -> list[IterationStats]:
         """Statistics of the engine's steps since the last call with this ``reader``, each once; those who give none share one.

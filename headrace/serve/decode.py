@@ -1,8 +1,9 @@
-"""Bodies of requests: bytes to checked structs, and errors that name the field. Pure."""
+"""Bodies and queries of requests: bytes to checked structs, and errors that name the field. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -28,6 +29,14 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def decode_query(query: Mapping[str, str], kind: type[T]) -> T:
+    """What stands behind the question mark, as the struct. Raises ApiError 400, which names the field at fault."""
+    try:
+        return msgspec.convert(dict(query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
 
 
 def _field_error(message: str) -> ApiError:

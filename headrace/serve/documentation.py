@@ -22,6 +22,7 @@ _ERRORS = {
     "403": "The service has no admin key, so nobody may use this route.",
     "404": "There is no such model, stream or route.",
     "408": "The body did not arrive in time.",
+    "409": "It does not fit to what stands: a second profile, the end of none, a pause that was ended before it began.",
     "410": "That part of the stream is not kept any more.",
     "413": "The body is too large.",
     "415": "The body is not JSON by its Content-Type.",
@@ -54,6 +55,7 @@ def _operation(route: Route, of_type: dict[int, Any]) -> dict[str, Any]:
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     statuses = ["401", "403", "500", "503"] + (["404"] if route.body is not None or "{" in route.path else [])
     statuses += [*_OF_BODIES, "410"] if route.streams else _OF_BODIES if route.body is not None else ["400"]
+    statuses += ["409"] if route.access == "admin" and route.method == "POST" else []
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": answer}}
     if route.path.startswith("/health"):
         responses["503"] = {"description": "It is not.", "content": answer}
@@ -71,6 +73,10 @@ def _operation(route: Route, of_type: dict[int, Any]) -> dict[str, Any]:
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     if names:
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    if route.query is not None:
+        # Of simple types, so nothing refers to components.
+        schema = msgspec.json.schema(route.query)["$defs"][route.query.__name__]
+        operation["parameters"] = [{"name": name, "in": "query", "schema": inner} for name, inner in schema["properties"].items()]
     return operation
 
 
@@ -101,6 +107,8 @@ def _page(described: dict[str, Any]) -> str:
             parts.append(
                 f"<details><summary><b>{method.upper()}</b> <code>{html.escape(path)}</code> {html.escape(operation['summary'])}</summary>"
             )
+            for parameter in operation.get("parameters", ()):
+                parts.append(f"<p><code>{html.escape(parameter['name'])}</code>: {_schema(parameter['schema'])}</p>")
             if "requestBody" in operation:
                 parts.append(f"<h3>Body</h3>{_schema(operation['requestBody']['content'][JSON]['schema'])}")
             parts.append("<h3>Answers</h3><ul>")

@@ -20,7 +20,9 @@ _encoder = msgspec.json.Encoder()
 
 
 class Route(NamedTuple):
-    """``body``, ``answer``: types of what is sent as JSON; ``media_type``: of an answer that is something else."""
+    """``body``, ``answer``: types of what is sent as JSON; ``media_type``: of an answer that is something else; ``query``: of what stands
+    behind the question mark.
+    """
 
     method: Literal["GET", "POST"]
     path: str
@@ -31,6 +33,7 @@ class Route(NamedTuple):
     answer: Any = None
     media_type: str = JSON
     streams: bool = False
+    query: type[msgspec.Struct] | None = None
 
 
 def json_response(answer: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

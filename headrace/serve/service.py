@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from headrace.serve.control import Control
 from headrace.serve.documentation import documentation_routes
 from headrace.serve.errors import RETRY_AFTER, ApiError
 from headrace.serve.gate import Gate
@@ -46,6 +47,8 @@ IDLE_CONNECTION = 75.0
 ABORT_TIMEOUT = 5.0
 #: threads for calls to the engine, which wait for its answers and must not wait for tokenizers
 CONTROL_THREADS = 2
+#: threads for calls that may take minutes: pauses that wait for what runs, profiles
+SLOW_THREADS = 4
 
 
 class DrainReport(NamedTuple):
@@ -78,11 +81,12 @@ class Service:
         self.draining = False
         self.dead = asyncio.Event()
         page = WebPage(self)
-        self.routes: list[Route] = [*Generation(self).routes(), *Information(self).routes(), *page.routes()]
+        self.routes: list[Route] = [*Generation(self).routes(), *Information(self).routes(), *Control(self).routes(), *page.routes()]
         self.routes += documentation_routes(self.routes)
         self.routes += page.file_routes()
         self.gate = Gate(settings, self.metrics, lambda: self.draining)
         self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="headrace-prompts")
+        self._slow_threads = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="headrace-serve-slow")
         self._control_threads = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="headrace-serve-control")
         self._streams: set[EventStream] = set()
         self._stalled_since: dict[RequestHandler, float] = {}
@@ -129,6 +133,7 @@ class Service:
             await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._control_threads.shutdown(wait=False, cancel_futures=True)
+        self._slow_threads.shutdown(wait=False, cancel_futures=True)
 
     # --- for handlers
 
@@ -173,6 +178,10 @@ class Service:
     async def ask(self, call: Callable[..., T], *arguments: object) -> T:
         """Run a call that waits for the engine, in a thread of its own kind."""
         return await asyncio.get_running_loop().run_in_executor(self._control_threads, call, *arguments)
+
+    async def ask_slowly(self, call: Callable[..., T], *arguments: object) -> T:
+        """The same for one that may take long, so that the quick ones do not wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._slow_threads, call, *arguments)
 
     @contextmanager
     def keeping_alive(self, stream: EventStream) -> Iterator[None]:

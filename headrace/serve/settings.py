@@ -19,6 +19,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         loras: name -> adapter; a client chooses one by giving its name as the model.
         api_keys: a request for anything but health, metrics and documentation must bring one of these; empty: none is needed.
         admin_key: for routes that concern everybody; None: these are switched off.
+        profile_dir: where ranks write profiles, each on its own machine; None: none are taken.
         cors_origins: origins whose pages may call; "*": all.
         max_body_bytes: of a request, also after decompression.
         max_prompt_chars: of a prompt or of all messages of a chat together; None: 64 for each token of the context, more than any text
@@ -38,6 +39,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     loras: Mapping[str, LoraRequest] = {}
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
+    profile_dir: str | None = None
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * MIB
     max_prompt_chars: int | None = None

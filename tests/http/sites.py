@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headrace import LLM
 from headrace.config import EchoConfig
 from headrace.serve.run import listen
-from headrace.serve.service import CONTROL_THREADS, DrainReport, Service
+from headrace.serve.service import CONTROL_THREADS, SLOW_THREADS, DrainReport, Service
 from headrace.serve.settings import ServeSettings
 
 #: seconds that anything in these tests may take at most on a busy machine; nothing waits for them to pass
@@ -75,7 +75,11 @@ class Site:
         try:
             await service.start(self._listener, self._tls)
             # All threads now, so that none that comes with a test's request is taken for a leak of the test.
-            for pool, size in ((service._threads, self._settings.threads), (service._control_threads, CONTROL_THREADS)):
+            for pool, size in (
+                (service._threads, self._settings.threads),
+                (service._control_threads, CONTROL_THREADS),
+                (service._slow_threads, SLOW_THREADS),
+            ):
                 barrier = threading.Barrier(size + 1)
                 for _ in range(size):
                     pool.submit(barrier.wait, LONG)
