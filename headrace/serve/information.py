@@ -27,7 +27,7 @@ ENGINE_TIMEOUT = 1.0
 RETRY_AFTER = 1.0
 
 #: of the executor's numbers, those that rise and fall; the others only rise
-EXECUTOR_GAUGES = ("live", "waiting", "waiting_tokens")
+EXECUTOR_GAUGES = ("live", "waiting", "waiting_tokens", "postprocess_here")
 #: of the engine's, those that only rise
 ENGINE_COUNTERS = (
     "steps",

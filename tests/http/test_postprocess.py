@@ -46,7 +46,7 @@ def test_streams_go_on_when_workers_die(texting: Site):
             data = head + read_until(connection, lambda data: data.endswith(b"0\r\n\r\n"))
         assert text_of(parse_events(unchunked(data))) == expected
     assert texting.metric("headrace_requests_postprocess_restarts_total") >= 2
-    assert texting.metric("headrace_requests_postprocess_here_total") == 0
+    assert texting.metric("headrace_requests_postprocess_here") == 0
 
 
 def unchunked(data: bytes) -> bytes:

@@ -167,18 +167,28 @@ def test_killed_while_it_starts_and_while_it_is_replaced():
         executor.close()
 
 
-def test_where_no_worker_can_be_had_texts_are_made_here(monkeypatch):
-    """A28: also those that a worker has begun."""
+def test_where_no_worker_can_be_had_texts_are_made_here_until_one_can(monkeypatch):
+    """A28: also those that a worker has begun, and those that another one goes on with."""
     monkeypatch.setattr(pool, "BACKOFF", 0.001)
+    monkeypatch.setattr(pool, "SECOND_CHANCE", 0.3)
     with texting(1, step_time=0.002) as executor:
         (handle,) = send(executor, PROMPT, max_tokens=300)
-        next(handle)
+        (long,) = send(executor, PROMPT, max_tokens=8000)
+        next(handle), next(long)
         monkeypatch.setattr(pool, "WORKER", "headrace.no_such_module")
         os.kill(worker(executor), signal.SIGKILL)
         assert read_rest(handle) == text_of(answer(PROMPT, 300))
-        assert executor.counters()["postprocess_here"] == 1 and "postprocess0" not in executor.processes()
+        assert executor.counters()["postprocess_here"] == 1
         (later,) = send(executor, PROMPT, max_tokens=9, stop=["日x"])
         assert completion(later.result(LONG)).text == "😀"
+        monkeypatch.undo()
+        assert eventually(lambda: executor.counters()["postprocess_here"] == 0)
+        known = executor._texts._lanes[0].shard._known
+        assert eventually(lambda: len(known) == 1), "the live request is fed to the worker again"
+        next(long)
+        long.abort()
+        output = completion(long.result(LONG))
+        assert output.token_ids == answer(PROMPT, len(output.token_ids)) and output.text == text_of(output.token_ids)
 
 
 def read_rest(handle: GenerationResult) -> str:

@@ -1,7 +1,7 @@
 """The postprocess workers of one executor: processes, channels, deaths. Driven by the dispatch thread; no thread of its own.
 
 Workers are children of this process. One that dies is replaced; its requests go on where they were (see ``shard``). One that does not
-answer is killed, and so replaced. Where none can be had any more, the dispatch thread makes the texts itself: slower, and the same.
+answer is killed, and so replaced. Where none can be had for now, the dispatch thread makes the texts itself: slower, and the same.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ WORKER = "headrace.worker.postprocess"
 #: seconds that one may take until it is ready, and to answer a feed; then it is killed
 START_TIMEOUT = 30.0
 ANSWER_TIMEOUT = 10.0
-#: Deaths in a row without an answer between them, after which there is no further worker. More than convict a request that kills them.
+#: Deaths in a row without an answer between them, from which on texts are made here. More than convict a request that kills them.
 MAX_FAILURES = 5
+#: seconds until one is tried again nevertheless
+SECOND_CHANCE = 30.0
 #: seconds before the second start in a row; doubled with each further one, up to the other
 BACKOFF = 0.05
 MAX_BACKOFF = 1.0
@@ -68,12 +70,11 @@ def check_count(workers: object) -> int:
 
 
 class LaneState(enum.Enum):
-    """Where one worker stands. ``HERE``: there is none any more, and the dispatch thread makes the texts."""
+    """Where one worker stands."""
 
     DOWN = enum.auto()
     STARTING = enum.auto()
     UP = enum.auto()
-    HERE = enum.auto()
 
 
 class Lane:
@@ -103,6 +104,11 @@ class Lane:
     def pid(self) -> int | None:
         """Of the worker that there is."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def here(self) -> bool:
+        """Whether the dispatch thread makes the texts; also while a worker is tried again, until it is ready."""
+        return self._failures >= MAX_FAILURES and self.state is not LaneState.UP
 
     @property
     def fds(self) -> list[int]:
@@ -184,7 +190,7 @@ class Lane:
             self.kill()
         elif self.state is LaneState.DOWN and late:
             self.start(now)
-        if self.state is LaneState.HERE:
+        if self.here:
             with self._pool.lock:
                 made = self.shard.make_here()
             if made:
@@ -260,12 +266,11 @@ class Lane:
         log.warning("postprocess worker %d is gone (exit code %s)%s", self.index, code, f"; it wrote: {says}" if says else "")
         if self._failures >= MAX_FAILURES:
             log.error("postprocess worker %d died %d times in a row: its texts are made in this process", self.index, self._failures)
-            self.state, self._deadline = LaneState.HERE, None
-            self._pool.look_settled()
+            wait = SECOND_CHANCE
         else:
-            self.state = LaneState.DOWN
             wait = 0.0 if self._failures <= 1 else min(MAX_BACKOFF, BACKOFF * 2 ** (self._failures - 2))
-            self._deadline = now + wait
+        self.state, self._deadline = LaneState.DOWN, now + wait
+        self._pool.look_settled()
         if convicted:
             log.error("a request is failed: a postprocess worker died each time that it was to make its text")
             self._pool.deliver([Made(text, 0, "", None, CONVICTED) for text in convicted])
@@ -307,7 +312,7 @@ class Lane:
     def end(self) -> None:
         """For good; what it has not answered is made here."""
         self._collect()
-        self.state, self._deadline = LaneState.HERE, None
+        self.state, self._failures, self._deadline = LaneState.DOWN, MAX_FAILURES, None
         with self._pool.lock:
             self.shard.lost()
 
@@ -327,7 +332,7 @@ class TextPool:
         self.recipes_fd = -1
         self._recipes = recipes
         self._lanes = [Lane(index, self) for index in range(count)]
-        # Set once every worker was ready, or is known never to be.
+        # Set once every worker was ready, or was given up for the time being.
         self.settled = threading.Event()
 
     def __repr__(self) -> str:
@@ -347,9 +352,9 @@ class TextPool:
         return Text(self._lanes[request_id % len(self._lanes)].shard, job, mailbox, checked.stage)
 
     def counters(self) -> dict[str, int]:
-        """``postprocess_restarts``: workers that took the place of another. ``postprocess_here``: shards without a worker."""
+        """``postprocess_restarts``: workers that took the place of another. ``postprocess_here``: those that have none."""
         restarts = sum(max(0, lane.starts - 1) for lane in self._lanes)
-        return {"postprocess_restarts": restarts, "postprocess_here": sum(lane.state is LaneState.HERE for lane in self._lanes)}
+        return {"postprocess_restarts": restarts, "postprocess_here": sum(lane.here for lane in self._lanes)}
 
     def pids(self) -> dict[str, int]:
         """Process ids of the workers that there are."""
@@ -385,8 +390,8 @@ class TextPool:
             lane.turn(now)
 
     def look_settled(self) -> None:
-        """One more worker is ready, or will never be."""
-        if all(lane.state in (LaneState.UP, LaneState.HERE) for lane in self._lanes):
+        """One more worker is ready, or has failed."""
+        if all(lane.state is LaneState.UP or lane.here for lane in self._lanes):
             self.settled.set()
 
     def close(self) -> None:
@@ -394,7 +399,7 @@ class TextPool:
         if self.recipes_fd < 0:
             return
         deadline = time.monotonic() + LAST_ANSWERS
-        while any(lane.shard.ending and lane.state is not LaneState.HERE for lane in self._lanes):
+        while any(lane.shard.ending and not lane.here for lane in self._lanes):
             self.turn()
             left = deadline - time.monotonic()
             if left <= 0:
