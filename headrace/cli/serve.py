@@ -6,15 +6,21 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 import ssl
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli._options import add_debug_option, add_model_options, llm_arguments, positive
 from headrace.errors import HeadraceError
 from headrace.lora import LoraRequest
 from headrace.serve.settings import MIB, ServeSettings
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM
+    from headrace.serve.run import Ending
 
 _DEFAULTS = ServeSettings()
 
@@ -70,6 +76,9 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
     group.add_argument(
         "--postprocess-workers", type=int, default=0, metavar="N", help="processes that make the texts (default: 0: this one does)"
+    )
+    group.add_argument(
+        "--frontends", type=positive, default=1, metavar="K", help="processes that share the port and the model (default: 1: this one)"
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
     group = parser.add_argument_group("limits")
@@ -144,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Until a signal or the death of the world; docs/operations.md lists the codes."""
     from headrace.cli import CUT, ENGINE_DIED, INTERRUPTED, OK
     from headrace.llm import LLM
-    from headrace.serve.run import Ending, listen, serve, tls_context
+    from headrace.serve.run import Ending, listen, tls_context
 
     settings = settings_of(arguments)
     tls = None
@@ -157,19 +166,48 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--ssl-keyfile needs --ssl-certfile")
     _log_to_stderr()
     # Before the model is loaded: a port that is taken is told at once.
-    listener = listen(arguments.host, arguments.port)
+    several = arguments.frontends > 1
+    listener = listen(arguments.host, arguments.port, shared=several)
     try:
-        with LLM(**serving_arguments(arguments)) as llm:
+        # Texts are made where they are sent from.
+        with LLM(**serving_arguments(arguments) | ({"postprocess_workers": 0} if several else {})) as llm:
             host, port = listener.getsockname()[:2]
             where = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
             def say() -> None:
                 print(f"headrace: serving {llm.facts.model} on {where} (routes: {where}/docs)", file=sys.stderr, flush=True)
 
-            ending = asyncio.run(serve(llm, settings, listener, tls, say))
+            ending = asyncio.run(_serve(llm, settings, listener, tls, say, arguments))
     finally:
         listener.close()
     return {Ending.DRAINED: OK, Ending.CUT: CUT, Ending.INTERRUPTED: INTERRUPTED, Ending.DEAD: ENGINE_DIED}[ending]
+
+
+async def _serve(
+    llm: LLM, settings: ServeSettings, listener: socket.socket, tls: ssl.SSLContext | None, say: Callable[[], None], arguments: Any
+) -> Ending:
+    if arguments.frontends == 1:
+        from headrace.serve.run import serve
+
+        return await serve(llm, settings, listener, tls, say)
+    from headrace.serve.frontend import FrontendOrder
+    from headrace.serve.frontends import Frontends
+
+    order = FrontendOrder(
+        launcher_pid=os.getpid(),
+        number=0,
+        handle=llm.attach_handle,
+        host=arguments.host,
+        port=listener.getsockname()[1],
+        certfile=arguments.ssl_certfile,
+        keyfile=arguments.ssl_keyfile,
+        settings=settings,
+        max_queued_requests=arguments.max_queued_requests,
+        max_queued_tokens=arguments.max_queued_tokens,
+        progress_timeout=arguments.progress_timeout,
+        postprocess_workers=arguments.postprocess_workers,
+    )
+    return await Frontends(llm, order, arguments.frontends).run(say)
 
 
 def _log_to_stderr() -> None:

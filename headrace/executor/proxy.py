@@ -228,7 +228,7 @@ class GenerationExecutorProxy:
 
     def launch(self) -> None:
         """Begin to start the world; returns at once."""
-        log.info("starting %d ranks: %s", self._ranks, self._launcher.describe())
+        log.info("world of %d ranks: %s", self._ranks, self._launcher.describe())
         self._dispatcher.thread.start()
         atexit.register(self.close)
 

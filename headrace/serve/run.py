@@ -81,14 +81,14 @@ async def serve(
         await service.start(listener, tls)
         if on_ready is not None:
             on_ready()
-        await _first(asked.wait(), service.dead.wait())
+        await first(asked.wait(), service.dead.wait())
         if service.dead.is_set():
             log.error("the world is dead and no other follows: %s", llm.executor.health().cause)
             await service.drain(DEATH_TIMEOUT)
             return Ending.DEAD
         log.info("draining: %d live requests have %g s", len(service.live), settings.drain_timeout)
         draining = asyncio.ensure_future(service.drain(settings.drain_timeout))
-        await _first(draining, hurried.wait(), service.dead.wait())
+        await first(draining, hurried.wait(), service.dead.wait())
         if not draining.done():
             draining.cancel()
             await asyncio.gather(draining, return_exceptions=True)
@@ -103,7 +103,7 @@ async def serve(
             loop.remove_signal_handler(number)
 
 
-async def _first(*waits: Awaitable[object]) -> None:
+async def first(*waits: Awaitable[object]) -> None:
     """Until the first of them is done; those that are no tasks of somebody else are cancelled then."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     own = [task for task, wait in zip(tasks, waits, strict=True) if task is not wait]
