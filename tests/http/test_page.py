@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from headrace import LLM
 from headrace.serve.settings import ServeSettings
 from headrace.serve.web_page import page_files
 from tests.http.sites import LONG, Site, eventually, site
@@ -25,6 +28,18 @@ MAX_LINES = 1000
 def plain():
     with site() as made:
         yield made
+
+
+@contextlib.contextmanager
+def attached_site(owner: Site, settings: ServeSettings) -> Iterator[Site]:
+    """Another frontend of the owner's world."""
+    with LLM.attach(owner._llm.attach_handle, start_timeout=LONG) as llm:
+        made = Site(llm, settings)
+        made.start()
+        try:
+            yield made
+        finally:
+            made.stop()
 
 
 # --- files
@@ -157,22 +172,30 @@ def test_any_other_query_is_answered(plain: Site, query: str) -> None:
 
 
 @pytest.mark.kill
-def test_a_killed_rank_and_what_followed_can_be_read_by_those_who_have_a_key() -> None:
-    """A30: with its cause, and without paths. The page itself is open: who has no key yet needs it to give one."""
-    headers = {"Authorization": "Bearer the-key"}
-    with site(ServeSettings(api_keys=("the-key",)), tensor_parallel_size=2, on_engine_death="restart") as made:
-        assert made.get("/").status == made.get("/page/app.js").status == 200
-        assert made.get("/world").status == 401
-        first = made.get("/world", **headers).json
-        pids = {rank["rank"]: rank["pid"] for rank in first["ranks"]}
+def test_a_killed_rank_and_what_followed_can_be_read_at_every_frontend() -> None:
+    """A30, A52: with its cause and without paths; what is of the world is the same at all. The page is open to who has no key yet."""
+    settings, headers = ServeSettings(api_keys=("the-key",)), {"Authorization": "Bearer the-key"}
+    with contextlib.ExitStack() as stack:
+        owner = stack.enter_context(site(settings, tensor_parallel_size=2, on_engine_death="restart"))
+        other = stack.enter_context(attached_site(owner, settings))
+        assert owner.get("/").status == owner.get("/page/app.js").status == 200
+        assert owner.get("/world").status == 401
+        other.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "temperature": 0}, headers)
+        seen = [each.get("/world", **headers).json for each in (owner, other)]
+        assert seen[0]["engine"] == seen[1]["engine"] and seen[0]["engine"]["tokens"] >= 9
+        assert [answer["frontend"]["finished"] for answer in seen] == [1, 1], "each has its own: one is the owner's first"
+        pids = [rank["pid"] for rank in seen[0]["ranks"]]
         os.kill(pids[1], signal.SIGKILL)
 
-        def back() -> bool:
-            answer = made.get("/world", **headers).json
+        def back(each: Site) -> bool:
+            answer = each.get("/world", **headers).json
             return answer["restarts"] == 1 and answer["ready"]
 
-        assert eventually(back, LONG)
-        news = made.get(f"/world?source={first['source']}&change={first['changes'][-1]['number']}", **headers).json
-    assert [change["state"] for change in news["changes"]] == ["restarting", "backing_off", "reviving", "ready"]
-    assert news["changes"][0]["cause"] == f"the worker world died: rank 1 (pid {pids[1]}) was killed by signal 9 (SIGKILL)"
-    assert {rank["state"] for rank in news["ranks"]} == {"ready"} and not {rank["pid"] for rank in news["ranks"]} & set(pids.values())
+        cause = f"rank 1 (pid {pids[1]}) was killed by signal 9 (SIGKILL)"
+        for each, before in zip((owner, other), seen, strict=True):
+            assert eventually(lambda each=each: back(each), LONG)
+            news = each.get(f"/world?source={before['source']}&change={before['changes'][-1]['number']}", **headers).json
+            assert [change["state"] for change in news["changes"]] == ["restarting", "backing_off", "reviving", "ready"]
+            assert cause in news["changes"][0]["cause"]
+            assert [rank["state"] for rank in news["ranks"]] == ["ready", "ready"]
+            assert not {rank["pid"] for rank in news["ranks"]} & set(pids)

@@ -32,7 +32,8 @@ def test_ranks_are_followed_from_before_their_hello_to_their_end():
         RankStatus(rank=2, state="awaited"),
     ]
     startup.hellos[2] = Hello(2, 3, 102, "here")
-    assert [rank.state for rank in describe_ranks(S.READY, startup, {})] == ["ready"] * 3
+    for state in (S.READY, S.PAUSED, S.DRAINING):
+        assert [rank.state for rank in describe_ranks(state, startup, {})] == ["ready"] * 3
     dying = describe_ranks(S.READY, startup, {1: "was killed by signal 9 (SIGKILL)"})
     assert [rank.state for rank in dying] == ["ready", "dead", "ready"]
     assert dying[1] == RankStatus(rank=1, state="dead", pid=101, cause="was killed by signal 9 (SIGKILL)")

@@ -151,7 +151,9 @@ async function answer() {
   turn.element.removeAttribute("aria-busy");
   turn.element.classList.remove("live");
   setRunning(null);
+  const stick = nearEnd();
   turn.tools.append(make("span", "facts", facts(seen, began)));
+  if (stick) scroll();
   if (error === null) {
     say(seen.reason === "stopped" ? "Stopped" : "The answer is complete");
   } else {
@@ -165,7 +167,7 @@ function facts({ first, last, tokens, reason }, began) {
   if (first !== null) parts.push(`first after ${duration(first - began)}`);
   // The first token is the prompt's time, not the answer's.
   if (tokens > 1 && last > first) parts.push(`${((1000 * (tokens - 1)) / (last - first)).toFixed(1)} tokens/s`);
-  if (reason !== null && reason !== "stop") parts.push({ length: "cut at the most tokens", abort: "aborted" }[reason] ?? reason);
+  if (reason !== null && reason !== "stop") parts.push({ length: "token limit", abort: "aborted" }[reason] ?? reason);
   return parts.join(" · ");
 }
 

@@ -60,7 +60,7 @@ export function pieceElement({ text, tokens }) {
   span.textContent = text;
   if (tokens.length) {
     const least = Math.exp(Math.min(...tokens.map((token) => token.logprob)));
-    span.className = `token p${[0.05, 0.2, 0.5, 0.9].filter((bound) => least >= bound).length}`;
+    span.className = `token p${[0.05, 0.25].filter((bound) => least >= bound).length}`;
     tokensOf.set(span, tokens);
   }
   return span;
@@ -86,9 +86,7 @@ export class TokenTip {
     document.addEventListener("scroll", () => this.hide(), { passive: true, capture: true });
   }
 
-  get open() {
-    return this.#shown !== null;
-  }
+  get open() { return this.#shown !== null; }
 
   hide() {
     this.#shown?.classList.remove("at");
