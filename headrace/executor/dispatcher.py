@@ -53,6 +53,7 @@ from headrace.executor.sources import Sources
 from headrace.executor.stacks import AskStacks, StackCollector
 from headrace.executor.startup import ProgressListener, ProgressTeller, startup_error
 from headrace.executor.texts.pool import TextPool
+from headrace.executor.turns import SuspectTurn
 from headrace.executor.world import World
 from headrace.ipc.messages import (
     AnyMessage,
@@ -70,6 +71,7 @@ from headrace.ipc.messages import (
     Shutdown,
     ShutdownDone,
     WorldLost,
+    YourTurn,
 )
 from headrace.ipc.recorder import Recorder
 
@@ -128,10 +130,13 @@ class Dispatcher:
         self.world = self._new_world()
         # Who has lanes of this world, if we own it and somebody has asked for them; set under the lock.
         self.hub: LaneHub | None = None
+        self.turn = SuspectTurn(self.pairing)
+        if isinstance(launcher, Attachment):
+            self.turn.share(launcher.tell)
         self._progress = ProgressTeller(on_progress)
         self._recorder = recorder
         # From any thread, finalizer or signal handler: ids to cancel, and what else only this thread may do.
-        self._inbox: deque[int | Close | Hurry | Lost | AskStacks | TextPool] = deque()
+        self._inbox: deque[int | Close | Hurry | Lost | AskStacks | TextPool | YourTurn] = deque()
         self._bell = Doorbell()
         self._sources = Sources(ZmqPoller())
         self._retry_at: float | None = None
@@ -142,9 +147,9 @@ class Dispatcher:
         # The thread ends: no world will follow.
         self._ended = False
 
-    def post(self, item: int | Close | Hurry | Lost | AskStacks | TextPool) -> None:
-        """Hand the thread an id to cancel, a close, a world that hangs, a rank whose stacks are wanted, or postprocess workers to start.
-        Takes no lock, never blocks.
+    def post(self, item: int | Close | Hurry | Lost | AskStacks | TextPool | YourTurn) -> None:
+        """Hand the thread an id to cancel, a close, a world that hangs, a rank whose stacks are wanted, postprocess workers to start, or
+        the turn to try a suspect. Takes no lock, never blocks.
         """
         self._inbox.append(item)
         self._bell.ring()
@@ -252,6 +257,7 @@ class Dispatcher:
         if self.pairing.ledger.holds:
             self.pairing.expire_held(now)
             self._send_shutdown()
+        self.turn.check()
         if not self._ended and self.lifecycle.deadline is not None and now >= self.lifecycle.deadline:
             self._handle(Expired(self.world.startup.report()))
 
@@ -343,8 +349,16 @@ class Dispatcher:
             if isinstance(message, WorldLost) and not message.final and self.lifecycle.state is WorldState.STARTING:
                 # Nothing of ours is lost with it: we start with the next.
                 self._replace_world()
+            elif isinstance(message, YourTurn):
+                self._try_suspects()
             else:
                 world.heard(message, time.monotonic())
+
+    def _try_suspects(self) -> None:
+        if self.turn.granted(self.lifecycle.state in SERVING or self._shutdown is not None):
+            self.pairing.resume()
+            self._send_shutdown()
+            self.flush()
 
     def _started(self, facts: EngineFacts) -> None:
         self.facts = facts
@@ -408,6 +422,8 @@ class Dispatcher:
             elif isinstance(item, TextPool):
                 self._texts = item
                 item.start(self._sources)
+            elif isinstance(item, YourTurn):
+                self._try_suspects()
             else:
                 self.pairing.cancel(item)
         self._send_shutdown()
@@ -494,6 +510,7 @@ class Dispatcher:
             with self.lock:
                 self.pauses.world_died()
             self.pairing.suspend(action.error)
+            self.turn.world_died()
             if self.hub is not None:
                 self.hub.post(Loss(action.error, final=False))
         elif isinstance(action, Kill):
@@ -511,6 +528,7 @@ class Dispatcher:
                     self.world.outbox.put(Pause(self.pauses.last, "keep"))
         elif isinstance(action, ResumeHeld):
             self.pairing.resume()
+            self.turn.ask()
             self.flush()
         else:
             self._ended = True

@@ -34,6 +34,7 @@ from headrace.ipc.channel import Address, Channel, ServedChannel, new_key
 from headrace.ipc.lanes import MAX_LANE, MAX_LANES, lane_key
 from headrace.ipc.messages import (
     AnyMessage,
+    AskTurn,
     Attach,
     Attached,
     AttachRefused,
@@ -44,8 +45,10 @@ from headrace.ipc.messages import (
     DropLane,
     LaneBound,
     LaneOrdered,
+    TurnOver,
     WorldHung,
     WorldLost,
+    YourTurn,
 )
 
 log = logging.getLogger("headrace.executor")
@@ -65,7 +68,10 @@ class Loss(NamedTuple):
     final: bool
 
 
-Event: TypeAlias = World | Loss
+Event: TypeAlias = World | Loss | AskTurn | TurnOver
+
+#: in the place of a frontend's name: the process that owns the world
+OWNER = ""
 
 
 class _Frontend:
@@ -97,15 +103,19 @@ class LaneHub:
         config: what the worlds run.
         policy: whether one that dies is followed by another.
         on_hang: told to those who attach.
+        granted: called in the hub's thread when the owner itself may try a suspect.
         hung: told, in the hub's thread, what one of them says of a world that it sees hang.
     """
 
-    def __init__(self, config: EngineConfig, policy: RestartPolicy, on_hang: HangPolicy, hung: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, policy: RestartPolicy, on_hang: HangPolicy, granted: Callable[[], None], hung: Callable[[str], None]
+    ) -> None:
         from headrace.ipc.zmq_channel import ZmqPoller, bind_served
 
         self._config = config
         self._policy = policy
         self._on_hang = on_hang
+        self._granted = granted
         self._hung = hung
         self._session = session = Session()
         # Before there is anything to clear up. It is never told to go.
@@ -131,6 +141,9 @@ class LaneHub:
         self._world: World | None = None
         self._control: Channel | None = None
         self._drops: set[int] = set()
+        # Who may try a suspect in this world, and who waits for that.
+        self._turn_of: str | None = None
+        self._ask_turn: deque[str] = deque()
         self.faults = 0
         self.thread = threading.Thread(target=self._run, name="headrace-lanes", daemon=True)
         self.thread.start()
@@ -184,8 +197,9 @@ class LaneHub:
         self._sources.clear()
         self._attach.close()
         self._remove()
-        # Its owner's method keeps the owner, which keeps us: a cycle, and in it descriptors that would stay open until the next collection.
+        # Its owner's methods keep the owner, which keeps us: a cycle, and in it descriptors that would stay open until the next collection.
         self._hung = lambda error: None
+        self._granted = lambda: None
 
     def _read_inbox(self) -> None:
         self._bell.silence()
@@ -193,6 +207,8 @@ class LaneHub:
             event = self._inbox.popleft()
             if isinstance(event, Loss):
                 self._lose(event)
+            elif isinstance(event, AskTurn | TurnOver):
+                self._turn(OWNER, event)
             elif event is not self._world and not event.over.wait(0.0):
                 # One that is over was lost before it was posted.
                 self._close_control()
@@ -249,6 +265,8 @@ class LaneHub:
             elif isinstance(message, WorldHung):
                 log.error("process %d on lane %d: %s", frontend.pid, frontend.lane, message.error)
                 self._hung(message.error)
+            elif isinstance(message, AskTurn | TurnOver):
+                self._turn(frontend.name, message)
             elif isinstance(message, Detach):
                 self._forget(frontend)
 
@@ -261,8 +279,24 @@ class LaneHub:
         frontend.news.close(LINGER)
         os.close(frontend.pidfd)
         self._drops.add(frontend.lane)
+        self._turn(frontend.name, TurnOver())
         self._sweep()
         log.info("process %d has left lane %d", frontend.pid, frontend.lane)
+
+    def _turn(self, name: str, message: AskTurn | TurnOver) -> None:
+        """Suspects of all ledgers are tried one at a time: two that are tried together would both be convicted for one of them."""
+        if name in self._ask_turn:
+            self._ask_turn.remove(name)
+        if isinstance(message, AskTurn):
+            self._ask_turn.append(name)
+        if self._turn_of == name:
+            self._turn_of = None
+        if self._turn_of is None and self._ask_turn:
+            self._turn_of = next_one = self._ask_turn.popleft()
+            if next_one == OWNER:
+                self._granted()
+            else:
+                self._frontends[next_one].tell(YourTurn())
 
     def _sweep(self) -> None:
         """Remove the socket files of processes that have died, also of those that never came to say who they are."""
@@ -320,6 +354,8 @@ class LaneHub:
         self._close_control()
         self._world = None
         self._drops.clear()
+        self._turn_of = None
+        self._ask_turn.clear()
         error, told = loss.error, None
         if isinstance(error, EngineDeadError):
             told = WorldLost(str(error), loss.final, error.rank, error.pid, error.signal, error.exit_code, error.remote_cause)

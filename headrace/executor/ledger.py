@@ -24,7 +24,8 @@ was sent. Its text may still be made by then, elsewhere, and so may end it.
 *Isolation.* A death counts against every request that the world had, until a later world gives it a token. From SUSPECT_DEATHS on a request
 is a suspect, and at most one suspect is with a world at a time; if the world dies again, and by then it has ``max_deaths``, the suspect is
 ended as DEAD. So a request that kills its world each time is found and ended, whatever token it does it at, since a replay begins there;
-and the others finish, however often their worlds are killed by something else.
+and the others finish, however often their worlds are killed by something else. Where several ledgers share a world, that is one suspect
+among all of them: a ledger without its *turn* sends none.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class Ledger(Generic[H]):
         self._highest_id = -1
         # The suspect that the world has, if it has one.
         self._suspect: int | None = None
+        # Whether the suspect that a world may have can be one of ours.
+        self.turn = True
         # How many are HELD.
         self._held = 0
         self.admitted = 0
@@ -237,7 +240,7 @@ class Ledger(Generic[H]):
             if entry.phase is not Phase.HELD:
                 continue
             if entry.deaths >= SUSPECT_DEATHS:
-                if self._suspect is not None:
+                if self._suspect is not None or not self.turn:
                     continue
                 self._suspect = request_id
             entry.phase = Phase.SENT
@@ -253,7 +256,14 @@ class Ledger(Generic[H]):
     @property
     def may_resume(self) -> bool:
         """Whether a suspect is held and the world has none: after an ending, ``resume`` has something to do."""
-        return self._held > 0 and self._suspect is None
+        return self._held > 0 and self._suspect is None and self.turn
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a world has a suspect, or one is held. Looks at every request."""
+        if self._suspect is not None:
+            return True
+        return self._held > 0 and any(entry.phase is Phase.HELD and entry.deaths >= SUSPECT_DEATHS for entry in self._live.values())
 
     def held(self) -> Iterator[tuple[int, H]]:
         """What no world has."""

@@ -63,6 +63,7 @@ from headrace.ipc.messages import (
     StartProfile,
     Stats,
     StopProfile,
+    YourTurn,
 )
 from headrace.ipc.recorder import Recorder
 from headrace.telemetry import IterationStats, KvCacheEvent
@@ -198,10 +199,11 @@ class GenerationExecutorProxy:
             if self.state not in GIVES_LANES:
                 raise self._refusal()
             if dispatcher.hub is None:
-                hub = LaneHub(self.config, self._policy, self._on_hang, self._hung_elsewhere)
+                hub = LaneHub(self.config, self._policy, self._on_hang, lambda: dispatcher.post(YourTurn()), self._hung_elsewhere)
                 with dispatcher.lock:
                     # A world that becomes READY, or is lost, after this is told by the dispatch thread.
                     dispatcher.hub = hub
+                    dispatcher.turn.share(hub.post)
                     ended, ready = self.state not in GIVES_LANES, self.state in SERVING
                 if ready:
                     hub.post(dispatcher.world)

@@ -444,6 +444,18 @@ class WorldLost(Message, frozen=True, tag="world_lost"):
     remote_cause: str = ""
 
 
+class AskTurn(Message, frozen=True, tag="ask_turn"):
+    """The process has requests that may have killed a world. One of them at a time is tried, over all processes."""
+
+
+class YourTurn(Message, frozen=True, tag="your_turn"):
+    """The process may send the world one such request, and when it is cleared or has ended the next."""
+
+
+class TurnOver(Message, frozen=True, tag="turn_over"):
+    """It has none any more. With a world that dies every turn is over."""
+
+
 class Detach(Message, frozen=True, tag="detach"):
     """The process leaves: what it still has in the world is cancelled."""
 
@@ -580,6 +592,9 @@ AnyMessage = (
     | WorldHung
     | WorldLost
     | Detach
+    | AskTurn
+    | YourTurn
+    | TurnOver
     | Pause
     | Resume
     | PauseState
@@ -614,7 +629,10 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
         ),
     },
     "attach": {"binder": (Ack,), "connector": (Attach,)},
-    "news": {"binder": (LaneBound, WorldHung, Detach), "connector": (Attached, AttachRefused, LaneOrdered, WorldLost)},
+    "news": {
+        "binder": (LaneBound, WorldHung, Detach, AskTurn, TurnOver),
+        "connector": (Attached, AttachRefused, LaneOrdered, WorldLost, YourTurn),
+    },
     "plan": {"binder": (Plan, PlanEnd, RankCall), "connector": (Loaded, RankAnswer)},
     "text": {"binder": (TextFeed,), "connector": (TextReady, TextPieces)},
 }

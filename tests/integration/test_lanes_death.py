@@ -150,6 +150,20 @@ def test_killed_again_and_again():
             assert completion(handle.result(LONG)).token_ids == answer([i], 300)
 
 
+def test_a_request_that_kills_its_world_is_failed_and_those_of_all_others_finish():
+    """A27: suspects are tried one at a time over all processes, so nobody is convicted for being there."""
+    with world(1, on_engine_death=RESTART, step_time=0.002, kill_token=666) as owner, attach(owner) as one, attach(owner) as two:
+        handles = [submit(executor, [5 + i], [8, i], max_tokens=30) for i, executor in enumerate((owner, one, two))]
+        (poison,) = submit(one, [1, 666], max_tokens=30)
+        with pytest.raises(EngineDeadError, match="rank 0"):
+            poison.result(LONG)
+        for i, mine in enumerate(handles):
+            assert [completion(handle.result(LONG)).token_ids for handle in mine] == [answer([5 + i], 30), answer([8, i], 30)]
+        assert [executor.counters()["dead"] for executor in (owner, one, two)] == [0, 1, 0]
+        assert owner.counters()["restarts"] == 3
+        assert eventually(lambda: owner._dispatcher.hub._turn_of is None)
+
+
 def test_a_death_without_another_world_is_told_to_all_with_its_cause():
     """A23."""
     with world(2, step_time=0.002) as owner, attach(owner) as one, attach(owner) as two:

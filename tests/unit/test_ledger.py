@@ -242,6 +242,27 @@ def test_a_request_that_kills_every_world_is_found_and_the_others_finish():
     assert ledger.outcomes == {Outcome.FINISHED: 3, Outcome.DEAD: 1} and ledger.balanced()
 
 
+def test_a_ledger_that_does_not_have_its_turn_sends_no_suspect():
+    """A27: of several that share a world one at a time has it, so that nobody is convicted with another's."""
+    ledger: Ledger[str] = Ledger()
+    ledger.register([(0, "a"), (1, "b")])
+    ledger.turn = False
+    ledger.suspend(3)
+    assert not ledger.has_suspects and list(ledger.resume()) == [(0, "a"), (1, "b")], "after one death there are none"
+    ledger.suspend(3)
+    ledger.register([(2, "new")], held=True)
+    assert ledger.has_suspects and not ledger.may_resume
+    assert list(ledger.resume()) == [(2, "new")]
+    ledger.suspend(3)
+    assert len(ledger) == 3, "who was not there is not convicted"
+    ledger.turn = True
+    assert [name for _, name in ledger.resume()] == ["a", "new"]
+    assert ledger.delta(0, None) is not None and ledger.may_resume
+    assert list(ledger.resume()) == [(1, "b")] and ledger.has_suspects
+    assert ledger.delta(1, FinishReason.STOP) is not None
+    assert not ledger.has_suspects
+
+
 def test_new_requests_run_beside_a_suspect_and_are_not_convicted_with_it():
     """A27."""
     ledger: Ledger[str] = Ledger()
