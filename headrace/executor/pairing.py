@@ -81,7 +81,7 @@ class Pairing:
                 self.resume()
         wake(waiters)
 
-    def texts_made(self, made: Iterable[Made[Mailbox]]) -> None:
+    def texts_made(self, made: Iterable[Made]) -> None:
         """Texts of requests have come from where they are made: route them to their mailboxes."""
         waiters: list[Waiter] = []
         stopped: list[int] = []

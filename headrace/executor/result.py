@@ -67,8 +67,10 @@ class GenerationResult:
             # Text is made by the reader, as long as that is early enough.
             here = stage is not None and not stage.finds_stops
             extras = None if checked.wanted is None else Extras(checked.wanted)
-            # Those of a beam search are known at its end, and made then.
-            if stage is not None and elsewhere is not None and not request.params.use_beam_search:
+            # A text that is read once, at the end, is made then by its reader: at one go it costs less than to send it anywhere. So is that
+            # of a beam search, which is not known before.
+            piecewise = stage is not None and (stage.finds_stops or request.streaming) and not request.params.use_beam_search
+            if elsewhere is not None and piecewise:
                 mailbox = Mailbox(lock, self._readers, None, extras)
                 mailbox.elsewhere = elsewhere(request_id, checked, mailbox)
                 self._choices.append(Choice(mailbox, None))

@@ -7,11 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from headrace.errors import RequestError
+from headrace.errors import EngineDeadError, RequestError
 from headrace.executor.lifecycle import FAIL, RestartPolicy, WorldState
 from headrace.executor.proxy import GenerationExecutorProxy
 from headrace.executor.request import GenerationRequest, TextStage
@@ -258,6 +259,38 @@ def test_close_lets_no_text_behind_and_no_worker(drain):
             assert output.text == text_of(output.token_ids) and output.token_ids == answer(PROMPT, len(output.token_ids))
         assert processes.survivors() == []
         processes.close()
+
+
+def test_the_death_of_the_world_is_told_at_once_also_where_a_worker_hangs(executor):
+    """A23, A28, invariant 3: what it was to make is not waited for."""
+    handles = send(executor, *[PROMPT] * 4, max_tokens=8000)
+    for handle in handles:
+        next(handle)
+    for index in range(2):
+        os.kill(worker(executor, index), signal.SIGSTOP)
+    began = time.monotonic()
+    os.kill(pids(executor)["rank0"], signal.SIGKILL)
+    for handle in handles:
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            handle.result(LONG)
+    assert time.monotonic() - began < 5.0
+    assert executor.counters()["dead"] == 4
+
+
+def test_idle_workers_cost_nothing():
+    """A60, invariant 9."""
+    with texting() as executor:
+        for handle in send(executor, PROMPT, PROMPT, max_tokens=50):
+            handle.result(LONG)
+        before = [wakes(worker(executor, index)) for index in range(2)]
+        time.sleep(0.5)  # the time itself is what is measured
+        assert [wakes(worker(executor, index)) for index in range(2)] == before
+
+
+def wakes(pid: int) -> int:
+    """How often all threads of a process have begun to wait."""
+    statuses = [(task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int(line.split()[1]) for status in statuses for line in status.splitlines() if line.startswith("voluntary_ctxt_switches"))
 
 
 USER = """

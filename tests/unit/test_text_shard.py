@@ -106,7 +106,7 @@ class Rig:
             self.convicted.append(text.job.request_id)
             self.deliver([Made(text, 0, "", None, "convicted")])
 
-    def deliver(self, made: list[Made[Mailbox]]) -> None:
+    def deliver(self, made: list[Made]) -> None:
         for text, count, piece, stop, error, last in made:
             text.reader.made(count, piece, stop, error, text.ending if last else None)
 

@@ -59,7 +59,7 @@ TAIL = 2000
 CONVICTED = "the process that makes it died each time"
 
 MailboxText: TypeAlias = Text[Mailbox]
-Deliver: TypeAlias = Callable[[Sequence[Made[Mailbox]]], None]
+Deliver: TypeAlias = Callable[[Sequence[Made]], None]
 
 
 def check_count(workers: object) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from headrace.executor.mailbox import Ending
 from headrace.executor.request import TextStage
@@ -111,10 +111,10 @@ class Text(Generic[R]):
         return _END_OF_FINISH[self.ending.finish]
 
 
-class Made(NamedTuple, Generic[R]):
+class Made(NamedTuple):
     """Text that was made: ``tokens`` further ones are let out, with ``piece``. ``last``: it ends as ``of.ending`` says."""
 
-    of: Text[R]
+    of: Text[Any]
     tokens: int
     piece: str
     stop: str | None = None
@@ -122,10 +122,10 @@ class Made(NamedTuple, Generic[R]):
     last: bool = False
 
 
-class _Fed(NamedTuple, Generic[R]):
+class _Fed(NamedTuple):
     """One entry of an unanswered feed. ``upto``: tokens of the request that were sent with it and before. ``last``: its ending too."""
 
-    of: Text[R]
+    of: Text[Any]
     upto: int
     last: bool
 
@@ -138,7 +138,7 @@ class Shard(Generic[R]):
         self._suspects: deque[Text[R]] = deque()
         # Of which the worker that there is has state.
         self._known: set[Text[R]] = set()
-        self._unanswered: deque[tuple[int, list[_Fed[R]]]] = deque()
+        self._unanswered: deque[tuple[int, list[_Fed]]] = deque()
         # Whether the one unanswered feed is that of a suspect alone.
         self._alone = False
         self._number = 0
@@ -189,7 +189,7 @@ class Shard(Generic[R]):
         jobs: list[TextJob] = []
         ids, counts, tokens, ends = array("q"), array("i"), array("i"), bytearray()
         answered: dict[int, int] = {}
-        entries: list[_Fed[R]] = []
+        entries: list[_Fed] = []
         again: Text[R] | None = None
         while source and again is None:
             text = source.popleft()
@@ -228,7 +228,7 @@ class Shard(Generic[R]):
         self._unanswered.append((self._number, entries))
         return TextFeed(self._number, tuple(jobs), Buffer(ids), Buffer(counts), Buffer(tokens), bytes(ends), answered)
 
-    def answer(self, pieces: TextPieces) -> list[Made[R]]:
+    def answer(self, pieces: TextPieces) -> list[Made]:
         """What the oldest feed under way has brought. Raises ValueError or TypeError for an answer that makes no sense, and then nothing
         has changed: the worker that gave it is of no use.
         """
@@ -243,7 +243,7 @@ class Shard(Generic[R]):
             raise ValueError(f"feed {number} is answered with counts that do not fit")
         self._unanswered.popleft()
         self._alone = False
-        made: list[Made[R]] = []
+        made: list[Made] = []
         stops, errors = pieces.stops, pieces.errors
         place = 0
         for index, ((text, upto, last), count, length) in enumerate(zip(entries, counts, lengths, strict=True)):
@@ -287,7 +287,7 @@ class Shard(Generic[R]):
                 self.queue(text)
         return convicted
 
-    def make_here(self) -> list[Made[R]]:
+    def make_here(self) -> list[Made]:
         """All that waits is made in this process, with no worker. Not while there is one."""
         waiting = [text for source in (self._suspects, self._waiting) for text in source]
         self._suspects.clear()
@@ -302,7 +302,7 @@ class Shard(Generic[R]):
         return made
 
 
-def _made_here(text: Text[R]) -> Made[R]:
+def _made_here(text: Text[R]) -> Made:
     stage, ending = text.stage, text.ending
     count, piece, stop = 0, "", None
     try:
