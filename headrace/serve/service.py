@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from headrace.serve.connection import Connection
 from headrace.serve.control import Control
 from headrace.serve.documentation import documentation_routes
 from headrace.serve.errors import RETRY_AFTER, ApiError
@@ -91,6 +92,7 @@ class Service:
         self._streams: set[EventStream] = set()
         self._stalled_since: dict[RequestHandler, float] = {}
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._keep_alives: set[asyncio.Task[None]] = set()
 
@@ -102,11 +104,16 @@ class Service:
         app.on_response_prepare.append(self.gate.add_headers)
         self.gate.add(app.router, self.routes)
         # handler_cancellation: a client that goes away ends what runs for it.
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_CONNECTION, shutdown_timeout=ABORT_TIMEOUT
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=ABORT_TIMEOUT)
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, ssl_context=tls, backlog=1024).start()
+        manager = self._runner.server
+        assert manager is not None
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            return Connection(manager, loop=loop, keepalive_timeout=IDLE_CONNECTION, access_log=None)  # type: ignore[arg-type]  # None: no log
+
+        self._server = await loop.create_server(connection, sock=listener, ssl=tls, backlog=1024)
         self._tick_later()
 
     async def drain(self, timeout: float) -> DrainReport:
@@ -129,6 +136,8 @@ class Service:
         for task in self._keep_alives:
             task.cancel()
         await self.resumable.close()
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)

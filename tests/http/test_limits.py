@@ -206,3 +206,27 @@ def test_connections_are_kept_and_pipelined(guarded: Site):
     data = read_until(connection, lambda data: False)
     connection.close()
     assert data.count(b"HTTP/1.1 200") == 2 and data.count(b"HTTP/1.1 404") == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nothing that is HTTP\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+        b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: x\r\nBad Header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nx",
+    ],
+)
+def test_what_is_no_http(guarded: Site, sent: bytes):
+    """A30, A48: also before there is a request; nothing of the service is shown, and it goes on."""
+    connection = socket.create_connection(("127.0.0.1", guarded.port), LONG)
+    connection.sendall(sent)
+    data = read_until(connection, lambda data: b"}}" in data)
+    connection.close()
+    assert data.startswith(b"HTTP/1.") and data.split(b" ")[1] == b"400", data
+    body = json.loads(data.partition(b"\r\n\r\n")[2])
+    assert body["error"]["code"] == "invalid_http" and body["error"]["type"] == "invalid_request_error"
+    assert guarded.get("/version").status == 200
