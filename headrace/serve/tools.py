@@ -89,20 +89,23 @@ def template_tools(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
 
 
 class CallFinder:
-    """Of one choice: text in, text and calls out, as soon as it is certain which it is."""
+    """Of one choice: text in, text and calls out, as soon as it is certain which it is. Blanks around calls are no text."""
 
     def __init__(self, policy: ToolPolicy) -> None:
         self._policy = policy
         # What may still become part of a call.
         self._held = ""
+        # Blanks that are text unless a call follows them.
+        self._blanks = ""
         self._shown = False
+        self._behind_call = False
 
     def feed(self, text: str) -> Pieces:
         """More of it."""
         if self._policy.mode == "none":
             return Pieces(text)
         self._held += text
-        if self._policy.forced or (not self._shown and self._may_be_bare()):
+        if self._policy.forced or (not self._shown and not self._behind_call and self._may_be_bare()):
             return Pieces()
         shown: list[str] = []
         calls: list[Call] = []
@@ -110,22 +113,22 @@ class CallFinder:
             begin = self._held.find(BEGIN)
             if begin < 0:
                 keep = _overlap(self._held, BEGIN)
-                shown.append(self._held[: len(self._held) - keep])
+                shown.append(self._show(self._held[: len(self._held) - keep]))
                 self._held = self._held[len(self._held) - keep :]
                 break
             end = self._held.find(END, begin)
+            shown.append(self._show(self._held[:begin]))
             if end < 0:
-                shown.append(self._held[:begin])
                 self._held = self._held[begin:]
                 break
-            shown.append(self._held[:begin])
             call = self._parse(self._held[begin + len(BEGIN) : end])
             if call is None:
-                shown.append(self._held[begin : end + len(END)])
+                shown.append(self._show(self._held[begin : end + len(END)]))
             else:
+                self._blanks, self._behind_call = "", True
                 calls.append(call)
             self._held = self._held[end + len(END) :]
-        return self._pieces("".join(shown), calls)
+        return Pieces("".join(shown), tuple(calls))
 
     def flush(self) -> Pieces:
         """Nothing follows."""
@@ -134,14 +137,20 @@ class CallFinder:
             # Cut off at max_tokens it is no JSON; the client sees it all the same, with finish reason "length".
             return Pieces("", (Call(self._policy.name or "", held),)) if held else Pieces()
         call = self._parse(held.strip().removeprefix(PYTHON_TAG).removeprefix(BEGIN).removesuffix(END))
-        return Pieces(held) if call is None else Pieces("", (call,))
+        if call is not None:
+            return Pieces("", (call,))
+        text = self._show(held)
+        return Pieces(text if self._behind_call else text + self._blanks)
 
-    def _pieces(self, text: str, calls: list[Call]) -> Pieces:
-        # Blanks around calls are no text, and neither are those before the first.
-        if calls or not self._shown:
-            text = text.lstrip() if text.strip() else ""
-        self._shown = self._shown or bool(text)
-        return Pieces(text, tuple(calls))
+    def _show(self, text: str) -> str:
+        text = self._blanks + text
+        if self._behind_call:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._blanks = text[len(shown) :]
+        if shown:
+            self._shown, self._behind_call = True, False
+        return shown
 
     def _may_be_bare(self) -> bool:
         start = self._held.lstrip()

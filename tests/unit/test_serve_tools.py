@@ -35,7 +35,9 @@ def found(text: str, policy: ToolPolicy = AUTO, cuts: tuple[int, ...] = ()) -> P
     [
         ("Only text.", "Only text.", ()),
         (ONE, "", (CORK,)),
-        (f"Let me see. {ONE}", "Let me see. ", (CORK,)),
+        (f"Let me see. {ONE}", "Let me see.", (CORK,)),
+        (f" \n{ONE} \n And now?\n", "And now?\n", (CORK,)),
+        ("  blanks  around  ", "  blanks  around  ", ()),
         (f"{ONE}\n{ONE}", "", (CORK, CORK)),
         ('{"name": "weather", "parameters": {"town": "Cork"}}', "", (CORK,)),
         ('<|python_tag|>{"name": "clock", "arguments": {}}', "", (Call("clock", "{}"),)),
@@ -55,7 +57,7 @@ def test_calls_in_a_text(text: str, shown: str, calls: tuple[Call, ...], cuts: l
 
 def test_text_is_shown_as_soon_as_it_is_certain():
     finder = CallFinder(AUTO)
-    assert finder.feed("Let me see. ") == Pieces("Let me see. ")
+    assert finder.feed("Let me see. ") == Pieces("Let me see.") and finder.feed("It") == Pieces(" It")
     assert finder.feed("<tool") == Pieces() and finder.feed("box>") == Pieces("<toolbox>")
 
 
