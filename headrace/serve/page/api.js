@@ -11,19 +11,16 @@ export class ApiError extends Error {
   }
 }
 
-// In memory too: where storage is refused, the key lasts as long as the page.
-let key = stored();
-
-function stored() {
-  try {
-    return sessionStorage.getItem(KEY);
-  } catch {
-    return null;
-  }
+let key = null;
+try {
+  key = sessionStorage.getItem(KEY);
+} catch {
+  // Where storage is refused, a key lasts as long as the page.
 }
 
-// While the dialog is open, everybody who needs a key waits for the same one.
+// While the dialog is open, everybody who needs a key waits for the same one; who asked before it was declined does not ask again.
 let asking = null;
+let declined = 0;
 
 function askForKey(why) {
   asking ??= new Promise((resolve) => {
@@ -42,6 +39,7 @@ function askForKey(why) {
       const used = dialog.returnValue === "use" && input.value !== "";
       input.value = "";
       asking = null;
+      if (!used) declined = performance.now();
       resolve(used);
     };
     document.getElementById("key-cancel").onclick = () => dialog.close("cancel");
@@ -54,6 +52,7 @@ function askForKey(why) {
 
 /** The response to one request, asking for a key where one is needed. Throws ApiError, and AbortError where `signal` says so. */
 export async function call(path, { body, signal } = {}) {
+  const began = performance.now();
   for (;;) {
     const used = key;
     const headers = {};
@@ -78,7 +77,7 @@ export async function call(path, { body, signal } = {}) {
       const why = used === null
         ? "This service answers only to those who have one of its keys. It is kept until this tab is closed."
         : "The service does not know this key. Is it complete?";
-      if (await askForKey(why)) continue;
+      if (began > declined && (await askForKey(why))) continue;
     }
     throw await failed(response);
   }

@@ -14,7 +14,7 @@ const prompt = find("prompt");
 const parameters = find("parameters");
 const tip = new TokenTip(turnsElement);
 
-// {role, content, element}: what has been said, in order. Of an answer that failed, as far as it came.
+// What has been said, in order; of an answer that failed, as far as it came.
 const turns = [];
 // Of the answer that is being made; null: none is.
 let running = null;
@@ -258,7 +258,8 @@ function restore() {
 }
 
 function keep() {
-  const kept = { probabilities: "", ...Object.fromEntries(new FormData(parameters)) };
+  // Not the model, which another server at this address does not have. A box that is not ticked is not in the form's data.
+  const { model, ...kept } = { probabilities: "", ...Object.fromEntries(new FormData(parameters)) };
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(kept));
   } catch {

@@ -5,6 +5,7 @@ import { find, make } from "./dom.js";
 import { Plot, SPAN } from "./plot.js";
 
 const EVERY = 1000;
+const PATIENCE = 5000;
 const MOST_LOGGED = 200;
 
 const count = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -15,11 +16,9 @@ const milliseconds = (value) => (value >= 1000 ? `${small.format(value / 1000)} 
 let plots = [];
 // Of `source`, which is one frontend since its start: another one numbers anew.
 let source = null;
-let points = [];
-let log = [];
+let points = [], log = [];
 let timer = 0;
-let asking = false;
-let refused = false;
+let asking = false, refused = false;
 
 const STATES = {
   starting: ["Starting", "wait"],
@@ -53,7 +52,7 @@ async function poll() {
   asking = true;
   try {
     const query = source === null ? "" : `?source=${source}&point=${points.at(-1)?.number ?? -1}&change=${log.at(-1)?.number ?? -1}`;
-    const view = await (await call(`world${query}`)).json();
+    const view = await (await call(`world${query}`, { signal: AbortSignal.timeout(PATIENCE) })).json();
     notice(null);
     show(view);
   } catch (error) {
