@@ -484,7 +484,8 @@ class GenerationExecutorProxy:
 
         Raises:
             RequestError: a profile is being taken already, or a rank cannot; the message says which ranks, and why.
-            TimeoutError: a rank has not answered within ``timeout`` seconds; the message says which.
+            TimeoutError: a rank has not answered within ``timeout`` seconds; the message says which. Of a rank 0 that says nothing nobody
+                can say whether it will begin after all: ``stop_profile`` makes sure that it does not go on.
             EngineDeadError, ClosedError.
         """
         now = time.time()

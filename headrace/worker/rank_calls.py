@@ -88,6 +88,10 @@ class RankCalls:
 
     def order(self, peer: str, request: Request) -> None:
         """Let every rank do this; the reply to ``peer`` comes from ``finished``, at the latest after ``request.timeout`` seconds."""
+        # A connector waits for one call at a time: of an earlier one it has given up waiting, and its reply would be taken for this one's.
+        for earlier in [earlier for earlier in self._waiting if earlier.peer == peer]:
+            self._waiting.remove(earlier)
+            earlier.given_up = True
         call = _Call(peer, request, self._clock() + request.timeout)
         self._waiting.append(call)
         self._ordered.append(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from headrace import LLM, LoraRequest, SamplingParams
+from headrace import LLM, LoraRequest, RequestError, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
@@ -89,18 +90,45 @@ def test_greedy_text_equals_that_of_transformers(folder: Path, tmp_path: Path) -
             assert output.outputs[0].text == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_a_profile_of_two_ranks_shows_what_each_of_them_computed(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    """Two ranks. Every connection is there before a test begins."""
+    with LLM(folder, tensor_parallel_size=2, num_threads=1) as llm:
+        llm.executor.ping(60.0)
+        with pytest.raises(RequestError):
+            llm.stop_profile(60.0)
+        yield llm
+
+
+def test_a_pause_between_two_tokens_changes_none(llm: LLM) -> None:
+    """A58: over KV blocks that are kept; and what is cancelled meanwhile ends at once."""
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    plain = [output.outputs[0].token_ids for output in llm.generate(TEXTS, params)]
+    kept, aborted, other = [llm.generate_async(text, params, streaming=True) for text in TEXTS]
+    for handle in (kept, aborted, other):
+        next(handle)
+    llm.pause("keep", 60.0)
+    steps = llm.executor.ping(60.0).steps
+    aborted.abort()
+    cut = aborted.result(60.0).outputs[0]
+    waiting = llm.generate_async(TEXTS[0], params)
+    assert cut.finish_reason in ("abort", "length") and cut.token_ids == plain[1][: len(cut.token_ids)]
+    assert llm.executor.ping(60.0).steps == steps
+    llm.resume(60.0)
+    assert [handle.result(60.0).outputs[0].token_ids for handle in (kept, other, waiting)] == [plain[0], plain[2], plain[0]]
+
+
+def test_a_profile_of_two_ranks_shows_what_each_of_them_computed(llm: LLM, tmp_path: Path) -> None:
     """A59: the steps between start and stop, and in them the operators; the tokens are the same as without, and so is a second profile."""
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    with LLM(folder, tensor_parallel_size=2, num_threads=1) as llm:
-        plain = llm.generate(TEXTS[0], params).outputs[0].token_ids
-        for _ in range(2):
-            llm.start_profile(tmp_path, 60.0)
-            assert llm.generate(TEXTS[0], params).outputs[0].token_ids == plain
-            for file in llm.stop_profile(60.0):
-                names = [event["name"] for event in json.loads(Path(file).read_text())["traceEvents"] if event.get("ph") == "X"]
-                assert [name for name in dict.fromkeys(names) if name.startswith("headrace step")] == [
-                    f"headrace step {step}" for step in range(4)
-                ]
-                assert any(name.startswith("aten::") for name in names)
-        assert len(list(tmp_path.iterdir())) == 4
+    plain = llm.generate(TEXTS[0], params).outputs[0].token_ids
+    for _ in range(2):
+        llm.start_profile(tmp_path, 60.0)
+        assert llm.generate(TEXTS[0], params).outputs[0].token_ids == plain
+        for file in llm.stop_profile(60.0):
+            names = [event["name"] for event in json.loads(Path(file).read_text())["traceEvents"] if event.get("ph") == "X"]
+            assert [name for name in dict.fromkeys(names) if name.startswith("headrace step")] == [
+                f"headrace step {step}" for step in range(4)
+            ]
+            assert any(name.startswith("aten::") for name in names)
+    assert len(list(tmp_path.iterdir())) == 4

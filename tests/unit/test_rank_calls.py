@@ -213,6 +213,21 @@ def test_calls_wait_for_each_other_and_each_has_its_own_deadline(world, tmp_path
     assert peer == "first" and len(reply.answers) == RANKS and not world.calls.busy
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_asks_again_does_not_get_the_reply_to_what_it_asked_before(world, tmp_path, begun):
+    """A57: it has given up waiting for that, and a start which nobody knows of is undone."""
+    if begun:
+        world.order(StartProfile(str(tmp_path / "one"), 5.0))
+    else:
+        world.calls.order("proxy", StartProfile(str(tmp_path / "one"), 5.0))
+    world.calls.order("proxy", StartProfile(str(tmp_path / "two"), 5.0))
+    world.turn()
+    assert world.replies() == []
+    world.follow(1, 2)
+    assert world.reply() == RankAnswers(dict.fromkeys(range(RANKS), ""))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"two.rank{rank}.json" for rank in range(RANKS)]
+
+
 def test_a_rank_that_takes_nothing_holds_up_nobody(world, tmp_path):
     """A59."""
 
