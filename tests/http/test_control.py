@@ -11,6 +11,7 @@ import pytest
 
 from headrace.serve.settings import ServeSettings
 from tests.http.sites import CHAT, LONG, Answer, Site, chat, eventually, read_until, site
+from tests.http.test_page import attached_site
 
 ADMIN = {"Authorization": "Bearer boss"}
 ROUTES = [
@@ -33,8 +34,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(folder: Path) -> Iterator[Site]:
     settings = ServeSettings(api_keys=("user",), admin_key="boss", profile_dir=str(folder))
     with site(settings, step_time=0.002) as made:
-        # Connects, which belongs to no test.
+        # Connects, and makes what is needed for other frontends, which belongs to no test.
         assert ask(made, "/stop_profile").status == 409
+        with attached_site(made, settings):
+            pass
         yield made
 
 
@@ -169,3 +172,18 @@ def test_the_documentation_names_their_parameters(calm: Site):
     parameters = {parameter["name"]: parameter for parameter in paths["/pause"]["post"]["parameters"]}
     assert set(parameters) == {"mode", "clear_cache", "timeout"} and set(parameters["mode"]["schema"]["enum"]) == {"abort", "wait", "keep"}
     assert paths["/pause"]["post"]["security"] == [{"bearer": []}] and b"clear_cache" in calm.get("/docs").data
+
+
+def test_every_frontend_of_a_world_knows_of_its_pause_and_may_end_it(shared: Site):
+    """A52, A58: and reads the same events."""
+    settings = ServeSettings(api_keys=("user",), admin_key="boss")
+    with attached_site(shared, settings) as other:
+        assert ask(other, "/pause?mode=keep").status == 200
+        assert eventually(lambda: is_paused(shared) and is_paused(other))
+        waiting = [Asking(each, CHAT, chat(max_tokens=3), {"Authorization": "Bearer user"}) for each in (shared, other)]
+        assert eventually(lambda: shared.service.llm.executor.stats(LONG)["requests_held"] == 2)
+        assert ask(shared, "/resume").status == 200
+        assert [call.answer().status for call in waiting] == [200, 200]
+        assert eventually(lambda: not is_paused(shared) and not is_paused(other))
+        assert ask(shared, "/kv_events", "GET").json == ask(other, "/kv_events", "GET").json
+    assert eventually(lambda: shared.service.llm.executor.stats(LONG)["lanes"] == 1)

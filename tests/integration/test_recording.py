@@ -177,6 +177,17 @@ def test_the_replayed_world_knows_each_request_once_and_no_other(sample):
         executor.ping(LONG)
 
 
+def test_a_replayed_world_says_that_it_cannot_stand_still_and_has_nothing_to_profile(sample, tmp_path):
+    """A57."""
+    with stand_in(sample.path) as executor:
+        with pytest.raises(RequestError, match="not in effect"):
+            executor.pause("keep", LONG)
+        executor.resume(LONG)
+        with pytest.raises(RequestError, match="does not answer StartProfile"):
+            executor.start_profile(tmp_path, LONG)
+        assert executor.submit([ask([10, 20], 3)])[0].result(LONG).outputs[0].token_ids == answer([10, 20], 3)
+
+
 def test_an_unhurried_cancel_ends_a_replayed_request_early(sample):
     """One that was not cancelled in the recording: it is aborted where it stands, as by an engine."""
     with stand_in(sample.path, speed=1e-3) as executor:

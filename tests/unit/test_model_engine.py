@@ -378,3 +378,21 @@ def test_make_engine_and_a_runner_that_runs_no_model() -> None:
     assert make_engine(config, CountingRunner()).facts.model == "counting"
     with pytest.raises(ModelError, match="runner 'echo' runs no model"):
         load_runner(EngineConfig(model="echo", runner="echo"), SingleRank(), lambda stage, done, total: None)
+
+
+def test_endings_are_taken_without_a_step_and_come_once() -> None:
+    """A58: a world that stands still tells them; what was left where it was goes on as if nothing had been."""
+    driver = Driver()
+    for request_id in range(3):
+        driver.submit(request_id, [request_id + 1], max_tokens=4)
+    driver.step()
+    driver.engine.cancel(1)
+    driver.submit(3, [VOCAB])
+    plans = len(driver.runner.plans)
+    endings = driver.engine.take_endings()
+    assert dict(zip(endings.request_ids, endings.finish, strict=True)) == {1: FinishReason.ABORT, 3: FinishReason.ERROR}
+    assert endings.token_ids == [] and set(endings.errors) == {3} and len(driver.runner.plans) == plans
+    assert driver.engine.take_endings().request_ids == [] and driver.engine.has_work
+    while driver.engine.has_work:
+        driver.step()
+    assert driver.tokens == {0: [2, 3, 4, 5], 1: [3], 2: [4, 5, 6, 7]} and set(driver.ends) == {0, 2}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.ipc.messages import Cancel, Pause, Ping, Resume, Shutdown
 from headrace.outputs import FinishReason
+from headrace.worker.loop import ASK_AGAIN
 from tests.leader_rig import Rig
 
 ABORT, LENGTH, TIMEOUT = FinishReason.ABORT, FinishReason.LENGTH, FinishReason.TIMEOUT
@@ -203,6 +204,20 @@ def test_what_the_engine_cannot_take_when_it_goes_on_ends_alone(rig, caplog):
     rig.iterate(2)
     assert rig.read().finish == {0: FinishReason.ERROR, 1: LENGTH} and "ZeroDivisionError" in rig.got.errors[0]
     assert rig.leader._patience(None) is None, "its deadline is forgotten"
+
+
+def test_a_grammar_that_is_being_compiled_is_waited_for_or_left_as_the_mode_says(rig, monkeypatch):
+    """A58, invariant 9: what stands still is not asked again and again; and what is waited for is."""
+    monkeypatch.setattr(type(rig.engine), "has_waiting", True)
+    rig.requests.send(Pause(1, "keep"))
+    rig.iterate()
+    assert rig.read().marks == [(1, True)] and rig.leader._patience(None) is None
+    rig.requests.send(Pause(2, "wait"))
+    rig.iterate(3)
+    assert rig.read().marks == [(1, True)] and rig.leader._patience(None) == ASK_AGAIN
+    monkeypatch.setattr(type(rig.engine), "has_waiting", False)
+    rig.iterate()
+    assert rig.read().marks == [(1, True), (2, True)]
 
 
 MARKS = st.sampled_from(["abort", "wait", "keep", "resume"])
