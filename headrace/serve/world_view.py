@@ -87,6 +87,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     at: float
     tokens_per_second: float | None = None
+    prompt_tokens_per_second: float | None = None
     running: int | None = None
     waiting: int | None = None
     kv_used: int | None = None
@@ -202,16 +203,17 @@ class WorldView:
     def _sample(self, now: float) -> None:
         self._sampled = now
         stats, rows = self._ask()
-        self._engine = None if stats is None else engine_numbers(stats, self._executor.facts)
+        self._engine = engine = None if stats is None else engine_numbers(stats, self._executor.facts)
+        made, prompts = (None, None) if engine is None else self._rates(now, engine.tokens, sum(row.prefill_tokens for row in rows))
         first_tokens = sorted(1000 * seconds for seconds in self._first_tokens())
         ttft = [(seconds, 1) for seconds in first_tokens]
         gaps = sorted((1000 * gap, tokens) for gap, tokens in self._gaps.add(rows))
-        engine = self._engine
         self._points.append(
             Point(
                 number=self._points[-1].number + 1 if self._points else 0,
                 at=now + self._since_1970,
-                tokens_per_second=None if engine is None else self._rate(now, engine.tokens),
+                tokens_per_second=made,
+                prompt_tokens_per_second=prompts,
                 running=None if engine is None else engine.running,
                 waiting=None if engine is None else engine.waiting,
                 kv_used=None if engine is None else engine.kv_used,
@@ -229,13 +231,15 @@ class WorldView:
             # Dead, restarting, or silent: how it stands is told all the same.
             return None, []
 
-    def _rate(self, now: float, tokens: int) -> float | None:
+    def _rates(self, now: float, tokens: int, prompt_tokens: int) -> tuple[float | None, float | None]:
+        """Tokens per second, made and of prompts, since the last sample that had an answer."""
         before, self._counted = self._counted, (now, tokens)
         if before is None:
-            return None
+            return None, None
         # Another world counts from 0.
         made = tokens - before[1] if tokens >= before[1] else tokens
-        return made / (now - before[0])
+        seconds = now - before[0]
+        return made / seconds, prompt_tokens / seconds
 
 
 class StepGaps:

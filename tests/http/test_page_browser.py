@@ -177,7 +177,7 @@ def test_a_conversation_with_the_keyboard_alone(page: Page, served: Site, llm: L
     expect(message_box(page)).to_have_value("lakes.")
 
 
-def test_buttons_and_the_probabilities_under_the_pointer(page: Page, served: Site, llm: LLM) -> None:
+def test_buttons_and_the_probabilities_under_the_pointer(page: Page, context: BrowserContext, served: Site, llm: LLM) -> None:
     """The tip has the likeliest tokens; Stop cancels in the engine; Retry, Edit and New chat go on from there."""
     page.goto(served.url)
     limit(page, 6)
@@ -194,6 +194,10 @@ def test_buttons_and_the_probabilities_under_the_pointer(page: Page, served: Sit
     assert len(shown) >= 5 and all(re.fullmatch(r"(\d+(\.\d)?|< 0\.1) %", share) for share in shown)
     message_box(page).hover()
     expect(tip).to_be_hidden()
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answer.get_by_role("button", name="Copy").click()
+    expect(answer.get_by_text("Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == text_of(answer).text_content()
     # Another answer, until somebody stops it.
     limit(page, 5000)
     page.get_by_label("Token probabilities").uncheck()
@@ -353,6 +357,6 @@ def watch_a_killed_rank(context: BrowserContext, made: Site) -> None:
     expect(log.filter(has_text=f"rank 1 (pid {pid}) was killed by signal 9 (SIGKILL)")).to_be_visible()
     expect(log.first).to_contain_text("Ready")
     expect(world.locator("#world-facts")).to_contain_text("Restarts1")
-    expect(world.get_by_role("img", name="Generated tokens per second")).to_have_accessible_name(re.compile(r"now \d"))
+    expect(world.get_by_role("img", name="Tokens per second")).to_have_accessible_name(re.compile(r"now generated \d"))
     expect(talk.get_by_text("300 tokens ·")).to_be_visible()
     assert text_of(answers(talk).first).text_content() == expected(made, LAST, tokens=300)

@@ -94,8 +94,11 @@ def test_tokens_per_second_are_counted_by_the_world_between_two_looks(rig):
     rig.executor.answer = {"tokens": 1000, "requests_running": 3, "requests_waiting": 2, "kv_blocks_used": 5}
     (first,) = rig.view.look().points
     assert (first.tokens_per_second, first.running, first.waiting, first.kv_used) == (None, 3, 2, 5), "a rate needs two looks"
+    assert first.prompt_tokens_per_second is None
     rig.executor.answer = {"tokens": 1300}
-    assert rig.after(1.5).points[-1].tokens_per_second == 200
+    rig.executor.rows = [IterationStats(0, 1.0, 0.1, 1, 0, 4, prefill_tokens=40), IterationStats(1, 1.1, 0.1, 1, 0, 4, prefill_tokens=20)]
+    second = rig.after(1.5).points[-1]
+    assert (second.tokens_per_second, second.prompt_tokens_per_second) == (200, 40)
     # Nobody looked for a minute: the mean of it.
     rig.executor.answer = {"tokens": 1900}
     assert rig.after(60.0).points[-1].tokens_per_second == 10

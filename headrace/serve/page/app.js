@@ -4,12 +4,11 @@ import { startChat } from "./chat.js";
 import { find } from "./dom.js";
 import { watchWorld } from "./world.js";
 
-const VIEWS = ["chat", "world"];
 const chosen = () => (location.hash === "#world" ? "world" : "chat");
 
 function show() {
   const view = chosen();
-  for (const name of VIEWS) {
+  for (const name of ["chat", "world"]) {
     find(name).hidden = name !== view;
     if (name === view) find(`to-${name}`).setAttribute("aria-current", "page");
     else find(`to-${name}`).removeAttribute("aria-current");

@@ -1,8 +1,7 @@
 // Tokens of an answer: which text each of them made, how likely it was, and what else could have stood there.
 
 const strict = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
-// Tokens that one character takes at most: its bytes.
-const LONGEST = 4;
+const LONGEST = 4; // of the tokens of one character: its bytes
 // Of each piece of text in the page, its tokens.
 const tokensOf = new WeakMap();
 

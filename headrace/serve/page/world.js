@@ -69,6 +69,8 @@ async function poll() {
 function notice(text) {
   const element = find("world-notice");
   element.hidden = text === null;
+  // What is shown is what was last known.
+  find("world").classList.toggle("stale", text !== null);
   if (text === null) return;
   element.replaceChildren(make("span", "", text));
   if (!refused) return;
@@ -202,8 +204,9 @@ export function watchWorld() {
     const parent = find("plots");
     const both = (p50, p95) => [{ key: p50, name: "median" }, { key: p95, name: "95 %" }];
     plots = [
-      new Plot(parent, { title: "Generated tokens per second", note: "whole world", series: [{ key: "tokens_per_second", name: "" }], show: number }),
+      new Plot(parent, { title: "Tokens per second", note: "whole world", series: [{ key: "tokens_per_second", name: "generated" }, { key: "prompt_tokens_per_second", name: "of prompts" }], show: number }),
       new Plot(parent, { title: "Requests", note: "whole world", series: [{ key: "running", name: "running" }, { key: "waiting", name: "waiting" }], show: number }),
+      new Plot(parent, { title: "KV blocks in use", note: "whole world", series: [{ key: "kv_used", name: "" }], show: number }),
       new Plot(parent, { title: "Time to first token", note: "streams of this frontend", series: both("ttft_p50", "ttft_p95"), show: milliseconds }),
       new Plot(parent, { title: "Inter-token latency", note: "whole world", series: both("itl_p50", "itl_p95"), show: milliseconds }),
     ];
