@@ -48,7 +48,7 @@ class ChatForm:
     """One chat's answer, whole or in chunks."""
 
     def __init__(self, heading: Heading, request: ChatRequest, policy: ToolPolicy, names: TokenNames) -> None:
-        self._heading = heading
+        self._heading = heading._asdict()
         self._policy = policy
         self._names = names
         self._top = (request.top_logprobs or 0) if request.logprobs else None
@@ -62,7 +62,7 @@ class ChatForm:
         """The whole answer."""
         (output,) = outputs
         return ChatCompletion(
-            **self._heading._asdict(),
+            **self._heading,
             choices=[self._choice(completion) for completion in output.outputs],
             usage=usage_of(outputs),
             prompt_token_ids=output.prompt_token_ids if self._with_ids else UNSET,
@@ -133,14 +133,14 @@ class ChatForm:
 
     def last_chunks(self, outputs: list[RequestOutput]) -> list[ChatChunk]:
         """After the last: the usage, where it was asked for."""
-        return [ChatChunk(**self._heading._asdict(), choices=[], usage=usage_of(outputs))] if self._with_usage else []
+        return [ChatChunk(**self._heading, choices=[], usage=usage_of(outputs))] if self._with_usage else []
 
     def usage(self, outputs: list[RequestOutput]) -> Usage:
         """Tokens so far."""
         return usage_of(outputs)
 
     def _chunk(self, choice: ChatChunkChoice, usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(**self._heading._asdict(), choices=[choice], usage=usage)
+        return ChatChunk(**self._heading, choices=[choice], usage=usage)
 
     def _logprobs(self, completion: CompletionOutput, whole: bool) -> ChatLogprobs | None:
         rows = completion.logprobs if whole else completion.logprobs_diff

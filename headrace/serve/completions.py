@@ -28,7 +28,7 @@ class CompletionForm:
     """
 
     def __init__(self, heading: Heading, request: CompletionRequest, prompts: Sequence[str], names: TokenNames) -> None:
-        self._heading = heading
+        self._heading = heading._asdict()
         self._prompts = prompts
         self._names = names
         self._n = request.n or 1
@@ -46,7 +46,7 @@ class CompletionForm:
     def answer(self, outputs: list[RequestOutput]) -> Completion:
         """The whole answer."""
         choices = [self._choice(place, output, completion) for place, output in enumerate(outputs) for completion in output.outputs]
-        return Completion(**self._heading._asdict(), choices=choices, usage=self.usage(outputs))
+        return Completion(**self._heading, choices=choices, usage=self.usage(outputs))
 
     def _choice(self, place: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
         text, ids, rows = completion.text, completion.token_ids, completion.logprobs
@@ -84,7 +84,7 @@ class CompletionForm:
                 continue
             choice = self._news(place, index, output, completion, state)
             if choice is not None:
-                chunks.append(Completion(**self._heading._asdict(), choices=[choice], usage=usage))
+                chunks.append(Completion(**self._heading, choices=[choice], usage=usage))
         return chunks
 
     def _news(self, place: int, index: int, output: RequestOutput, completion: CompletionOutput, state: _Choice) -> CompletionChoice | None:
@@ -121,7 +121,7 @@ class CompletionForm:
         """After the last: the usage, where it was asked for."""
         if not self._with_usage:
             return []
-        return [Completion(**self._heading._asdict(), choices=[], usage=self.usage(outputs))]
+        return [Completion(**self._heading, choices=[], usage=self.usage(outputs))]
 
     def usage(self, outputs: list[RequestOutput]) -> Usage:
         """Tokens so far, but for one that nobody asked for."""

@@ -95,7 +95,7 @@ class Information:
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize."""
         body = await self._service.read_body(request)
-        return json_response(await self._service.in_thread(self._tokens, body))
+        return await self._service.in_thread(lambda: json_response(self._tokens(body)))
 
     def _tokens(self, body: bytes) -> Tokens:
         prompts = self._service.prompts
@@ -124,7 +124,7 @@ class Information:
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize."""
         body = await self._service.read_body(request)
-        return json_response(await self._service.in_thread(self._text, body))
+        return await self._service.in_thread(lambda: json_response(self._text(body)))
 
     def _text(self, body: bytes) -> Detokenized:
         request = decode_body(body, self._detokenize)
@@ -144,7 +144,7 @@ class Information:
 
     async def abort(self, request: web.Request) -> web.Response:
         """POST /abort."""
-        asked = decode_body(await self._service.read_body(request), self._abort)
+        asked = await self._service.in_thread(decode_body, await self._service.read_body(request), self._abort)
         if asked.abort_all:
             self._service.gate.require(request, admin=True)
             return json_response(Aborted(self._service.live.abort_all()))

@@ -98,6 +98,10 @@ class Prompts:
         lora: LoraRequest | None,
         form: Form,
     ) -> Running:
+        if not request.stream:
+            for name in ("stream_options", "resumable"):
+                if getattr(request, name):
+                    raise ApiError(400, f"{name}: it needs stream to be true", param=name, code="invalid_value")
         requests = [self._request(prompt, params, bool(request.stream)) for prompt in prompts]
         timeout = self._settings.request_timeout if request.timeout is None else request.timeout
         for one in requests:

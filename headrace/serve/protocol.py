@@ -20,6 +20,7 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Text = Annotated[str, Meta(min_length=1)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,7 +94,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | float | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 
 import pytest
 
-from tests.http.sites import CHAT, COMPLETIONS, Site, chat, site
+from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, chat, eventually, parse_events, read_until, site
+
+#: a prompt with this token fails in the engine
+FAILS = 49_000
 
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[Site]:
-    with site() as made:
+    with site(fail_token=FAILS) as made:
         yield made
 
 
@@ -162,6 +167,10 @@ REFUSED = [
     ({"stop": [""]}, 400, "stop"),
     ({"min_tokens": 9}, 400, "min_tokens"),
     ({"stream_options": {"x": 1}}, 400, "stream_options.x"),
+    ({"request_id": ""}, 400, "request_id"),
+    ({"timeout": 0}, 400, "timeout"),
+    ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message"),
 ]
 
 
@@ -200,6 +209,52 @@ def test_bodies_that_make_no_sense(echo: Site, data: bytes, status: int):
     """A34, A48"""
     answer = echo.call("POST", COMPLETIONS, data)
     assert answer.status == status and answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", ["resumable", "stream_options"])
+def test_what_is_about_streams_needs_one(echo: Site, name: str):
+    assert echo.post(CHAT, chat(**{name: True if name == "resumable" else {"include_usage": True}})).error["param"] == name
+
+
+@pytest.mark.parametrize("prompt", [[FAILS], [[504], [FAILS], [4626]]])
+def test_what_the_engine_refuses(echo: Site, prompt):
+    """A30, A47, A48: a status where there is no stream yet, and otherwise an error event before the end mark; of several prompts one is
+    enough.
+    """
+    body = {"prompt": prompt, "max_tokens": 3}
+    refused = echo.post(COMPLETIONS, body)
+    assert refused.status == 400 and refused.error["message"]
+    answer = echo.post(COMPLETIONS, {**body, "stream": True})
+    if answer.status == 200:
+        events = parse_events(answer.data)
+        assert [("error" in event.data) if event.data else None for event in events][-2:] == [True, None]
+        assert sum("error" in event.data for event in events if event.data) == 1
+    else:
+        assert answer.status == 400 and answer.error == refused.error
+    assert echo.service.llm.executor.counters()["live"] == 0 or eventually(lambda: echo.service.llm.executor.counters()["live"] == 0)
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "made-up", "gzip"])
+def test_encodings_that_are_not_understood(echo: Site, encoding: str):
+    """A48: 4xx, never 500."""
+    answer = echo.call("POST", CHAT, b'{"messages": []}', {"Content-Encoding": encoding})
+    assert 400 <= answer.status < 500 and answer.error["message"]
+
+
+def test_an_old_client(echo: Site):
+    """HTTP 1.0 knows no chunks: the stream ends with the connection."""
+    body = json.dumps(chat(stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", echo.port), LONG) as connection:
+        connection.sendall(head + body)
+        data = read_until(connection, lambda data: False)
+    assert b"Transfer-Encoding" not in data.partition(b"\r\n\r\n")[0]
+    assert parse_events(data.partition(b"\r\n\r\n")[2])[-1].data is None
+
+
+def test_a_head(echo: Site):
+    answer = echo.call("HEAD", "/health")
+    assert answer.status == 200 and answer.data == b""
 
 
 def test_what_is_no_route(echo: Site):
