@@ -75,7 +75,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain, for https")
     group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
     group.add_argument(
-        "--postprocess-workers", type=int, default=0, metavar="N", help="processes that make the texts (default: 0: this one does)"
+        "--postprocess-workers", type=int, default=0, metavar="N", help="processes that make the texts, for each frontend (default: 0)"
     )
     group.add_argument(
         "--frontends", type=positive, default=1, metavar="K", help="processes that share the port and the model (default: 1: this one)"

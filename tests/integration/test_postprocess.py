@@ -168,7 +168,10 @@ def test_killed_while_it_starts_and_while_it_is_replaced():
         executor.close()
 
 
-def test_where_no_worker_can_be_had_texts_are_made_here_until_one_can(monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "value"), [("WORKER", "headrace.no_such_module"), ("sys.executable", "/no/such/python")], ids=["dies", "cannot be started"]
+)
+def test_where_no_worker_can_be_had_texts_are_made_here_until_one_can(monkeypatch, what, value):
     """A28: also those that a worker has begun, and those that another one goes on with."""
     monkeypatch.setattr(pool, "BACKOFF", 0.001)
     monkeypatch.setattr(pool, "SECOND_CHANCE", 0.3)
@@ -176,13 +179,13 @@ def test_where_no_worker_can_be_had_texts_are_made_here_until_one_can(monkeypatc
         (handle,) = send(executor, PROMPT, max_tokens=300)
         (long,) = send(executor, PROMPT, max_tokens=8000)
         next(handle), next(long)
-        monkeypatch.setattr(pool, "WORKER", "headrace.no_such_module")
-        os.kill(worker(executor), signal.SIGKILL)
-        assert read_rest(handle) == text_of(answer(PROMPT, 300))
-        assert executor.counters()["postprocess_here"] == 1
-        (later,) = send(executor, PROMPT, max_tokens=9, stop=["日x"])
-        assert completion(later.result(LONG)).text == "😀"
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(f"headrace.executor.texts.pool.{what}", value)
+            os.kill(worker(executor), signal.SIGKILL)
+            assert read_rest(handle) == text_of(answer(PROMPT, 300))
+            assert executor.counters()["postprocess_here"] == 1
+            (later,) = send(executor, PROMPT, max_tokens=9, stop=["日x"])
+            assert completion(later.result(LONG)).text == "😀"
         assert eventually(lambda: executor.counters()["postprocess_here"] == 0)
         known = executor._texts._lanes[0].shard._known
         assert eventually(lambda: len(known) == 1), "the live request is fed to the worker again"

@@ -103,7 +103,8 @@ class Lane:
     @property
     def pid(self) -> int | None:
         """Of the worker that there is."""
-        return None if self._process is None else self._process.pid
+        process = self._process
+        return None if process is None else process.pid
 
     @property
     def here(self) -> bool:
@@ -135,7 +136,7 @@ class Lane:
             os.set_blocking(self._process.stderr.fileno(), False)
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as error:
-            log.error("postprocess worker %d cannot be started: %s", self.index, error)
+            log.error("postprocess worker %d cannot be started: %s", self.index, str(error))
             self._over(now)
             return
         self.state, self._deadline = LaneState.STARTING, now + START_TIMEOUT
@@ -232,7 +233,7 @@ class Lane:
             try:
                 made = self.shard.answer(pieces)
             except (TypeError, ValueError) as error:
-                log.error("postprocess worker %d makes no sense and is killed: %s", self.index, error)
+                log.error("postprocess worker %d makes no sense and is killed: %s", self.index, str(error))
                 self.kill()
                 return
         self._failures = 0
