@@ -29,6 +29,7 @@ from headrace.executor.launchers.job import Job, start_job
 from headrace.executor.lifecycle import RestartPolicy
 from headrace.executor.session import Session
 from headrace.executor.sources import Sources
+from headrace.executor.turns import Turns
 from headrace.executor.world import World
 from headrace.ipc.channel import Address, Channel, ServedChannel, new_key
 from headrace.ipc.lanes import MAX_LANE, MAX_LANES, lane_key
@@ -141,9 +142,7 @@ class LaneHub:
         self._world: World | None = None
         self._control: Channel | None = None
         self._drops: set[int] = set()
-        # Who may try a suspect in this world, and who waits for that.
-        self._turn_of: str | None = None
-        self._ask_turn: deque[str] = deque()
+        self._turns = Turns()
         self.faults = 0
         self.thread = threading.Thread(target=self._run, name="headrace-lanes", daemon=True)
         self.thread.start()
@@ -284,19 +283,11 @@ class LaneHub:
         log.info("process %d has left lane %d", frontend.pid, frontend.lane)
 
     def _turn(self, name: str, message: AskTurn | TurnOver) -> None:
-        """Suspects of all ledgers are tried one at a time: two that are tried together would both be convicted for one of them."""
-        if name in self._ask_turn:
-            self._ask_turn.remove(name)
-        if isinstance(message, AskTurn):
-            self._ask_turn.append(name)
-        if self._turn_of == name:
-            self._turn_of = None
-        if self._turn_of is None and self._ask_turn:
-            self._turn_of = next_one = self._ask_turn.popleft()
-            if next_one == OWNER:
-                self._granted()
-            else:
-                self._frontends[next_one].tell(YourTurn())
+        given = self._turns.handle(name, message)
+        if given == OWNER:
+            self._granted()
+        elif given is not None:
+            self._frontends[given].tell(YourTurn())
 
     def _sweep(self) -> None:
         """Remove the socket files of processes that have died, also of those that never came to say who they are."""
@@ -354,8 +345,7 @@ class LaneHub:
         self._close_control()
         self._world = None
         self._drops.clear()
-        self._turn_of = None
-        self._ask_turn.clear()
+        self._turns.clear()
         error, told = loss.error, None
         if isinstance(error, EngineDeadError):
             told = WorldLost(str(error), loss.final, error.rank, error.pid, error.signal, error.exit_code, error.remote_cause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -9,6 +10,35 @@ from headrace.executor.pairing import Pairing
 from headrace.ipc.messages import AskTurn, TurnOver
 
 Tell: TypeAlias = Callable[[AskTurn | TurnOver], None]
+
+
+class Turns:
+    """Who may try a suspect in the world that there is, and who waits for that, by name. Pure."""
+
+    def __init__(self) -> None:
+        self.held_by: str | None = None
+        self._waiting: deque[str] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Turns held_by={self.held_by!r} waiting={[*self._waiting]}>"
+
+    def handle(self, name: str, message: AskTurn | TurnOver) -> str | None:
+        """Somebody asks, or needs it no longer, as who has died. To whom it is given now, if to anybody."""
+        if name in self._waiting:
+            self._waiting.remove(name)
+        if isinstance(message, AskTurn):
+            self._waiting.append(name)
+        if self.held_by == name:
+            self.held_by = None
+        if self.held_by is None and self._waiting:
+            self.held_by = self._waiting.popleft()
+            return self.held_by
+        return None
+
+    def clear(self) -> None:
+        """The world has died, and with it every turn."""
+        self.held_by = None
+        self._waiting.clear()
 
 
 class SuspectTurn:

@@ -161,7 +161,7 @@ def test_a_request_that_kills_its_world_is_failed_and_those_of_all_others_finish
             assert [completion(handle.result(LONG)).token_ids for handle in mine] == [answer([5 + i], 30), answer([8, i], 30)]
         assert [executor.counters()["dead"] for executor in (owner, one, two)] == [0, 1, 0]
         assert owner.counters()["restarts"] == 3
-        assert eventually(lambda: owner._dispatcher.hub._turn_of is None)
+        assert eventually(lambda: owner._dispatcher.hub._turns.held_by is None)
 
 
 def test_a_death_without_another_world_is_told_to_all_with_its_cause():
