@@ -127,8 +127,9 @@ class Leader:
                 lane.send_backlog(self.steps, now)
         if self._untold:
             self._tell_mark()
-        self._end_lanes()
-        return not self._is_over()
+        if len(self._lanes) > 1:
+            self._end_lanes()
+        return self._owner.shutdown is None or not self._is_over()
 
     @property
     def _runs(self) -> bool:
@@ -213,7 +214,7 @@ class Leader:
     def _is_over(self) -> bool:
         """Whether the world has ended, and its owner knows."""
         owner, now = self._owner, self._clock()
-        if owner.shutdown is None or self._engine.has_work or self._engine.has_waiting or owner.backlog:
+        if self._engine.has_work or self._engine.has_waiting or owner.backlog:
             return False
         others = [lane for lane in self._lanes.values() if lane is not owner]
         if others:
