@@ -120,7 +120,9 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """The first message of rank 0 on the request and on the result channel, sent until it is answered, before anything is loaded."""
+    """The first message of rank 0 on the request and on the result channel, sent until it is answered, before anything is loaded; and of
+    every other rank on its plan channel.
+    """
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
@@ -633,6 +635,6 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
         "binder": (LaneBound, WorldHung, Detach, AskTurn, TurnOver),
         "connector": (Attached, AttachRefused, LaneOrdered, WorldLost, YourTurn),
     },
-    "plan": {"binder": (Plan, PlanEnd, RankCall), "connector": (Loaded, RankAnswer)},
+    "plan": {"binder": (Plan, PlanEnd, RankCall), "connector": (Loaded, RankAnswer, Connected)},
     "text": {"binder": (TextFeed,), "connector": (TextReady, TextPieces)},
 }

@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError, StartupError
 from headrace.ipc.bootstrap import Bootstrap, read_bootstrap
 from headrace.ipc.channel import Channel
 from headrace.ipc.greeting import greet, part
-from headrace.ipc.messages import Buffer, Failed, Hello, LaneReady, Progress, Ready
+from headrace.ipc.messages import Buffer, Connected, Failed, Hello, LaneReady, Progress, Ready
 from headrace.version import __version__
 from headrace.worker.guard import guard, set_process_name
 from headrace.worker.stacks import show_stacks_on_signal
@@ -105,6 +105,7 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     plans = PlanSender([bind_pair(bootstrap.address("plan", rank), key) for rank in range(1, world.size)])
     requests, results = connect_pair(bootstrap.address("request"), key), connect_pair(bootstrap.address("result"), key)
     greet(requests, results, report.connecting)
+    plans.wait_connected()
     runner, make_engine = load(bootstrap, world, report)
     engine = make_engine(plans)
     plans.wait_loaded()
@@ -131,6 +132,7 @@ def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     from headrace.worker.profiler import RankProfiler
 
     plans = connect_pair(bootstrap.address("plan", world.rank), bootstrap.key)
+    plans.send(Connected())
     runner, _ = load(bootstrap, world, report)
     Follower(runner, plans, RankProfiler(runner, world.rank)).run()
     runner.close()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from headrace.engine.base import Int32, Runner
+from headrace.errors import ChannelError
 from headrace.ipc.channel import Channel
-from headrace.ipc.messages import Buffer, Loaded, Plan, PlanEnd, RankCall
+from headrace.ipc.messages import Buffer, Connected, Loaded, Plan, PlanEnd, RankCall
 from headrace.worker.profiler import RankProfiler
+
+#: seconds that followers have to be heard, from the moment when rank 0 has been heard by the user process
+PATIENCE = 10.0
 
 
 class Follower:
@@ -39,6 +44,19 @@ class PlanSender:
     def __init__(self, channels: Sequence[Channel]) -> None:
         self.channels = channels
         self._step = 0
+
+    def wait_connected(self, patience: float = PATIENCE) -> None:
+        """Until every follower has been heard, before anything is loaded. They have met in MPI, and connect when they have said hello; so
+        one that is not heard is connected to nothing, for a pair has one place, which who comes first has, with or without the key.
+
+        Raises:
+            ChannelError: somebody else has taken a plan channel.
+        """
+        deadline = time.monotonic() + patience
+        for rank, channel in enumerate(self.channels, 1):
+            while not isinstance(channel.recv(max(0.0, deadline - time.monotonic())), Connected):
+                if time.monotonic() >= deadline:
+                    raise ChannelError(f"the plan channel of rank {rank} was taken by another process: nothing came on it for {patience} s")
 
     def wait_loaded(self) -> None:
         """Until every follower can execute plans. A follower that cannot ends the whole world, and this wait with it."""

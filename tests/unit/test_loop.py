@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from headrace.engine.base import StepOutputs
+from headrace.errors import ChannelError
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
 from headrace.ipc.messages import (
     Buffer,
     Cancel,
+    Connected,
     ControlError,
     GetStats,
     Loaded,
@@ -421,6 +423,27 @@ def test_followers_execute_the_plans_in_order_until_the_end():
         Follower(runner, end, RankProfiler(runner, 1)).run()
         assert runner.executed == [[[0], []], [[1], [0]], [[2], [0, 1]]]
     for end in (*plans, *ends):
+        end.close()
+
+
+def test_a_rank_that_is_not_heard_on_its_plan_channel_ends_the_start():
+    """A9: who has its place there has no key; waiting for it would be waiting for the limit of the start."""
+    key, name = new_key(), next(_names)
+    addresses = [Address(channel="plan", endpoint=f"memory://loop-plan-{name}-{rank}", peer=f"rank{rank}") for rank in (1, 2)]
+    plans = [memory_channel.bind_pair(address, key) for address in addresses]
+    sender = PlanSender(plans)
+    first = memory_channel.connect_pair(addresses[0], key)
+    stranger = memory_channel.connect_pair(addresses[1], new_key())
+    for end in (first, stranger):
+        end.send(Connected())
+    with pytest.raises(ChannelError, match="plan channel of rank 2 was taken"):
+        sender.wait_connected(patience=0.05)
+    stranger.close()
+    second = memory_channel.connect_pair(addresses[1], key)
+    for end in (first, second):
+        end.send(Connected())
+    sender.wait_connected()
+    for end in (*plans, first, second):
         end.close()
 
 
