@@ -186,7 +186,23 @@ def test_the_socket_is_that_of_one_launcher(monkeypatch):
     assert len(names) == 3
 
 
+def test_a_launcher_that_is_gone_is_known(monkeypatch):
+    """Its ranks have another parent by then, which must not be taken for it."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    job = OuterJob("openmpi", 0, 1, 1, "OMPI_COMM_WORLD_RANK")
+    monkeypatch.setenv("PMIX_SERVER_TMPDIR", f"/tmp/ompi.{os.getppid()}")
+    assert external._above(job) == [os.getppid()]
+    monkeypatch.setenv("PMIX_SERVER_TMPDIR", f"/tmp/ompi.{2**22 + 1}")
+    assert external._above(job) == [2**22 + 1]
+    assert external._name(2**22 + 1)
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.delenv("PMIX_SERVER_TMPDIR")
+    with pytest.raises(StartupError, match="Hydra has started this rank is gone"):
+        external._above(OuterJob("mpich", 0, 1, 1, "PMI_RANK"))
+
+
 def test_the_launcher_is_the_first_ancestor_without_our_rank(monkeypatch):
+    monkeypatch.setattr(external, "_is_hydra", lambda pid: True)
     monkeypatch.setenv("PMI_RANK", "3")
     job = OuterJob("mpich", 3, 4, 4, "PMI_RANK")
     assert external._above(job) == [os.getppid()]

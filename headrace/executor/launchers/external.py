@@ -14,6 +14,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,10 @@ _VARIABLES: tuple[tuple[Flavour, str, str, str], ...] = (
     ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
 )
+
+
+#: name of the processes by which MPICH starts those of one machine
+HYDRA = "hydra_pmi_proxy"
 
 
 def outer_job(environment: Mapping[str, str] = os.environ) -> OuterJob | None:
@@ -119,13 +124,30 @@ def _above(job: OuterJob) -> list[int]:
         if any(entries.get(os.fsencode(name)) != os.fsencode(value) for name, value in own.items()):
             break
         above.append(parent)
+    # Once the launcher has been killed its processes have another parent, a stranger: slot.py is to see one that is dead. Open MPI 5 tells
+    # the number of its launcher; that of MPICH is known by its name.
+    told = re.fullmatch(r"ompi\.(\d+)", os.path.basename(os.environ.get("PMIX_SERVER_TMPDIR", "")))
+    if told is not None and int(told[1]) not in above:
+        return [int(told[1])]
+    if job.flavour == "mpich" and not any(_is_hydra(pid) for pid in above):
+        raise StartupError("the process by which MPICH's Hydra has started this rank is gone")
     return above
+
+
+def _is_hydra(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().startswith(HYDRA)
+    except OSError:
+        return False
 
 
 def _name(launcher: int) -> str:
     """Of the job's socket: the same in all its ranks, and in no other job's."""
-    stat = Path(f"/proc/{launcher}/stat").read_bytes().rpartition(b")")[2].split()
-    born = stat[19].decode()
+    try:
+        born = Path(f"/proc/{launcher}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except FileNotFoundError:
+        # It is dead, which the slot will find as well.
+        born = ""
     job = f"{launcher} {born} {os.environ.get('PMIX_NAMESPACE', '')}"
     return f"headrace-{os.getuid()}-{hashlib.blake2b(job.encode(), digest_size=8).hexdigest()}"
 

@@ -13,6 +13,7 @@ STRIPPED the prefixes of the variables by which that MPI job is known, which the
 Nothing here waits for ever without watching mpirun. Only the standard library may be imported: it runs with ``python -I -S``.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -100,12 +101,15 @@ class Mpirun:
     def __init__(self, pids: list[int], rank_variable: str) -> None:
         self._launcher = pids[-1]
         self._rank_0 = f"{rank_variable}=0".encode()
+        # Opened before it is asked who the parent is: while it is that, its number cannot have gone to a stranger.
         try:
-            self.fds = {os.pidfd_open(pid) for pid in pids}
+            self.fds = frozenset(os.pidfd_open(pid) for pid in pids)
+            alive = os.getppid() == pids[0]
         except ProcessLookupError:
-            os._exit(EXIT_ORPHANED)
-        # Looked at after the descriptors were opened: while it is our parent, its number cannot have gone to a stranger.
-        if os.getppid() != pids[0]:
+            alive = False
+        if not alive:
+            self.clear_up()
+            say(f"headrace: error: the mpirun of this rank, process {self._launcher}, is gone")
             os._exit(EXIT_ORPHANED)
 
     def has_rank_0(self) -> bool:
@@ -125,10 +129,18 @@ class Mpirun:
         return self._rank_0 in environment.split(b"\0")
 
     def clear_up(self) -> None:
-        """Remove the folder that Open MPI's launcher, which is dead, would have removed: it is named after its process."""
+        """Remove the folder that Open MPI's launcher would have removed, had it not been killed: it is named after its process."""
         folder = os.environ.get("PMIX_SERVER_TMPDIR", "")
         if os.path.basename(folder) == f"ompi.{self._launcher}" and os.path.isdir(folder) and os.lstat(folder).st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                launcher = os.pidfd_open(self._launcher)
+            except ProcessLookupError:
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+            # One that has ended and was not collected is there, and readable.
+            if wait(0.0, launcher):
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(launcher)
 
 
 class Slot:
@@ -301,7 +313,7 @@ def serve(slot: Slot, frontend: Frontend | None, signals: Signals, mpirun: Mpiru
                 return 0
             if not said and now - began > SAY_AFTER:
                 said = True
-                print(f"headrace: rank {slot.rank} waits for rank 0 to come to LLM(...)", file=sys.stderr, flush=True)
+                say(f"headrace: rank {slot.rank} waits for rank 0 to come to LLM(...)")
             pause = min(AGAIN, pause * 1.5)
         timeout = min(leave_at - now, pause if slot.connection is None else leave_at)
         ready = wait(timeout, signals.fd, *mpirun.fds, *slot.fds(), *(frontend.fds() if frontend is not None else ()))
@@ -347,7 +359,7 @@ def start(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.execvpe(command[0], command, environment)
     except OSError as error:
-        os.write(2, f"headrace: error: cannot start {command[0]}: {error.strerror}\n".encode())
+        say(f"headrace: error: cannot start {command[0]}: {error.strerror}")
     finally:
         os._exit(127)
 
@@ -371,6 +383,12 @@ def peer_uid(connection: socket.socket) -> int:
     """The user at the other end: who connects, or who has called listen."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
+
+
+def say(line: str) -> None:
+    """To the user, if mpirun, which passes it on, still lives."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(2, f"{line}\n".encode())
 
 
 def read_file(path: str) -> bytes:
