@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -68,8 +67,11 @@ def take_slot() -> None:
     Raises StartupError: it is, and cannot.
     """
     job = outer_job()
-    if job is not None and slots() is None and not uses_mpi() and multiprocessing.parent_process() is None:
-        _become_slot(job)
+    if job is not None and slots() is None and not uses_mpi():
+        import multiprocessing
+
+        if multiprocessing.parent_process() is None:
+            _become_slot(job)
 
 
 def _become_slot(job: OuterJob) -> NoReturn:

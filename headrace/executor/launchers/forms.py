@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from headrace.errors import StartupError
-from headrace.executor.launchers.base import Launcher
 from headrace.executor.launchers.external import ExternalLauncher, outer_job, slots, take_slot
 from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
-from headrace.executor.lifecycle import FAIL, RestartPolicy
+
+if TYPE_CHECKING:
+    from headrace.executor.launchers.base import Launcher
+    from headrace.executor.lifecycle import RestartPolicy
 
 log = logging.getLogger("headrace.executor")
 
@@ -32,6 +34,8 @@ class Choice(NamedTuple):
         """What can be had of it."""
         if wanted.attempts and not self.may_restart:
             log.warning("a world in the ranks of the user's mpirun cannot be restarted: its death ends all requests")
+            from headrace.executor.lifecycle import FAIL
+
             return FAIL
         return wanted
 

@@ -6,7 +6,6 @@ MPI_Comm_spawn is not used, since with it a dying worker takes the user process 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import re
 import shutil
@@ -89,6 +88,8 @@ def find_mpi(choice: str = "auto") -> Mpi:
 
 
 def _from_package(name: str, folder: Path) -> Mpi | None:
+    import importlib.metadata  # slow, and not needed by a rank of the user's mpirun
+
     mpiexec = folder / "mpiexec"
     try:
         version = importlib.metadata.version(name)
