@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.serve import add_parser, settings_of
+from headrace.serve.settings import ServeSettings
+
+
+def settings(*options: str) -> ServeSettings:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    return settings_of(parser.parse_args(["serve", *options]))
 
 
 def names(*options: str) -> tuple[str, ...]:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    return settings_of(parser.parse_args(["serve", *options])).model_names
+    return settings(*options).model_names
 
 
 @pytest.mark.parametrize(
@@ -31,3 +36,12 @@ def test_clients_call_a_model_as_it_was_called_here(options: list[str], expected
 def test_clients_are_not_told_where_a_model_lies(tmp_path: Path) -> None:
     """A30: then it has the name that is in its file."""
     assert names("--model", str(tmp_path)) == ()
+
+
+def test_profiles_are_taken_only_where_the_operator_says_and_ranks_that_run_elsewhere_find_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A59."""
+    monkeypatch.chdir(tmp_path)
+    assert settings().profile_dir is None
+    assert settings("--profile-dir", "traces").profile_dir == str(tmp_path / "traces")

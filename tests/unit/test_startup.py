@@ -110,7 +110,14 @@ def test_a_rank_that_cannot_start_reports_why_and_aborts_the_world(deaf, monkeyp
                 raise NotAcknowledgedError("nobody answers this either")
 
     for name, value in {
-        "read_bootstrap": lambda path: type("Bootstrap", (), {"owner_pid": 0, "root_pid": 0}),
+        "read_bootstrap": lambda path: Bootstrap(
+            key=new_key(),
+            owner_pid=0,
+            root_pid=0,
+            endpoints={},
+            plan_endpoint="",
+            config=EngineConfig(model="echo", tensor_parallel_size=world.size),
+        ),
         "guard": lambda *pids: None,
         "show_stacks_on_signal": lambda: None,
         "MpiWorld": lambda: world,
