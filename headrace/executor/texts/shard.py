@@ -122,14 +122,6 @@ class Made(NamedTuple):
     last: bool = False
 
 
-class _Fed(NamedTuple):
-    """One entry of an unanswered feed. ``upto``: tokens of the request that were sent with it and before. ``last``: its ending too."""
-
-    of: Text[Any]
-    upto: int
-    last: bool
-
-
 class Shard(Generic[R]):
     """What one worker makes the text of, over all its lives."""
 
@@ -138,7 +130,8 @@ class Shard(Generic[R]):
         self._suspects: deque[Text[R]] = deque()
         # Of which the worker that there is has state.
         self._known: set[Text[R]] = set()
-        self._unanswered: deque[tuple[int, list[_Fed]]] = deque()
+        # Number and entries of each feed: the text, how many of its tokens were sent with it and before, whether its ending was.
+        self._unanswered: deque[tuple[int, list[tuple[Text[Any], int, bool]]]] = deque()
         # Whether the one unanswered feed is that of a suspect alone.
         self._alone = False
         self._number = 0
@@ -189,11 +182,23 @@ class Shard(Generic[R]):
         jobs: list[TextJob] = []
         ids, counts, tokens, ends = array("q"), array("i"), array("i"), bytearray()
         answered: dict[int, int] = {}
-        entries: list[_Fed] = []
+        entries: list[tuple[Text[Any], int, bool]] = []
         again: Text[R] | None = None
+        room = MAX_FEED_TOKENS
+        # This runs once for each token of a busy stream, mostly with one new token and nothing else: that way is kept short.
         while source and again is None:
             text = source.popleft()
             text.queued = False
+            start = text.sent
+            if text.known and not text.closed and text.ending is None and start + 1 == len(text.tokens) and text.answered <= start and room:
+                text.sent = start + 1
+                room -= 1
+                tokens.append(text.tokens[start])
+                ids.append(text.job.request_id)
+                counts.append(1)
+                ends.append(0)
+                entries.append((text, start + 1, False))
+                continue
             if not text.known:
                 if text.closed:
                     continue
@@ -203,9 +208,9 @@ class Shard(Generic[R]):
                 text.known = True
                 self._known.add(text)
                 jobs.append(text.job)
-            start = text.sent
             if not text.closed:
-                text.sent = min(len(text.tokens), start + MAX_FEED_TOKENS - len(tokens))
+                text.sent = min(len(text.tokens), start + room)
+                room -= text.sent - start
                 tokens.extend(text.tokens[start : text.sent])
             if text.sent < len(text.tokens) and not text.closed:
                 again, end = text, TextEnd.MORE
@@ -216,7 +221,7 @@ class Shard(Generic[R]):
             ids.append(text.job.request_id)
             counts.append(text.sent - start)
             ends.append(end)
-            entries.append(_Fed(text, text.sent, end is not TextEnd.MORE))
+            entries.append((text, text.sent, end is not TextEnd.MORE))
             if end is not TextEnd.MORE:
                 text.known = False
                 self._known.discard(text)
@@ -254,11 +259,12 @@ class Shard(Generic[R]):
             text.answered = upto
             if text.deaths and upto >= text.blamed:
                 text.deaths = 0
-            stop, error = stops.get(index), errors.get(index)
-            if count or length or stop is not None or error is not None or last:
-                made.append(Made(text, count, piece, stop, error, last))
-                if stop is not None or error is not None or last:
-                    self._over(text)
+            if not last and index not in stops and index not in errors:
+                if count or length:
+                    made.append(Made(text, count, piece))
+                continue
+            made.append(Made(text, count, piece, stops.get(index), errors.get(index), last))
+            self._over(text)
         return made
 
     def _over(self, text: Text[R]) -> None:
@@ -269,17 +275,17 @@ class Shard(Generic[R]):
 
     def lost(self) -> list[Text[R]]:
         """The worker died: its requests are for the next one. Whom it has convicted, who are closed."""
-        blamed = {fed.of: fed for _, entries in self._unanswered for fed in entries if not fed.of.closed}
+        blamed = {text: (upto, last) for _, entries in self._unanswered for text, upto, last in entries if not text.closed}
         alone, self._alone = self._alone, False
         self._unanswered.clear()
         for text in (*self._known, *blamed):
             text.known, text.sent = False, 0
         self._known.clear()
         convicted = []
-        for text, fed in blamed.items():
+        for text, (upto, last) in blamed.items():
             text.deaths += 1
             # An ending that kills is past the last token.
-            text.blamed = max(text.blamed, fed.upto + fed.last)
+            text.blamed = max(text.blamed, upto + last)
             if alone and text.deaths >= MAX_DEATHS:
                 convicted.append(text)
                 self.close(text)
