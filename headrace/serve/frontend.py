@@ -15,6 +15,7 @@ from typing import NamedTuple
 from headrace.errors import HeadraceError
 from headrace.serve.run import Ending, listen, serve, tls_context
 from headrace.serve.settings import ServeSettings
+from headrace.serve.siblings import Siblings
 
 log = logging.getLogger("headrace.serve")
 
@@ -77,7 +78,8 @@ def _serve(order: FrontendOrder) -> Ending:
             progress_timeout=order.progress_timeout,
             postprocess_workers=order.postprocess_workers,
         ) as llm:
-            return asyncio.run(serve(llm, order.settings, listener, tls, lambda: (os.write(1, READY), None)[1]))
+            siblings = Siblings(order.handle.parent, order.number)
+            return asyncio.run(serve(llm, order.settings, listener, tls, lambda: (os.write(1, READY), None)[1], siblings))
     finally:
         listener.close()
 

@@ -16,6 +16,7 @@ from headrace.serve.errors import ApiError, api_error
 from headrace.serve.metrics import Metrics
 from headrace.serve.routes import Handler, Route, error_response
 from headrace.serve.settings import ServeSettings
+from headrace.serve.siblings import Siblings
 
 log = logging.getLogger("headrace.serve")
 
@@ -64,7 +65,8 @@ class Gate:
             began = time.monotonic()
             route = methods.get("GET" if request.method == "HEAD" else request.method)
             response = await self._answer(request, methods, route)
-            self._metrics.answered("unknown" if route is None else route.path, response.status)
+            if not Siblings.is_from_one(request):
+                self._metrics.answered("unknown" if route is None else route.path, response.status)
             if self._settings.access_log:
                 seconds = time.monotonic() - began
                 log.info("%s %s %d %.3f s, id %s", request.method, request.path, response.status, seconds, request_id(request))

@@ -13,7 +13,7 @@ from headrace.executor.health import Health
 from headrace.serve.answers import Aborted, Detokenized, HealthAnswer, ModelCard, ModelList, Tokens, Version
 from headrace.serve.decode import decode_body
 from headrace.serve.errors import ApiError
-from headrace.serve.metrics import CONTENT_TYPE, Family, exposition, numbers
+from headrace.serve.metrics import CONTENT_TYPE, Family, exposition, numbers, over_all
 from headrace.serve.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from headrace.serve.routes import Route, json_response
 from headrace.version import __version__
@@ -52,6 +52,7 @@ class Information:
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
         self._abort = msgspec.json.Decoder(AbortRequest)
+        self._of_sibling = msgspec.json.Decoder(list[Family])
 
     def routes(self) -> list[Route]:
         """Of this part of the service."""
@@ -147,10 +148,18 @@ class Information:
         asked = await self._service.in_thread(decode_body, await self._service.read_body(request), self._abort)
         if asked.abort_all:
             self._service.gate.require(request, admin=True)
-            return json_response(Aborted(self._service.live.abort_all()))
+            return await self._aborted(request, self._service.live.abort_all(), asked)
         if asked.request_id is None:
             raise ApiError(400, "request_id: missing required field", param="request_id", code="missing_field")
-        return json_response(Aborted(self._service.live.abort(asked.request_id)))
+        return await self._aborted(request, self._service.live.abort(asked.request_id), asked)
+
+    async def _aborted(self, request: web.Request, here: int, asked: AbortRequest) -> web.Response:
+        """Those of other frontends too."""
+        siblings = self._service.siblings
+        if siblings is not None and not siblings.is_from_one(request):
+            for answer in await siblings.ask_all("POST", "/abort", request, msgspec.json.encode(asked)):
+                here += msgspec.json.decode(answer, type=Aborted).aborted
+        return json_response(Aborted(here))
 
     # --- health and numbers
 
@@ -199,24 +208,40 @@ class Information:
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """GET /metrics: what the engine says is left out while it does not answer."""
+        """GET /metrics: over all frontends; what the engine says is left out while it does not answer."""
+        families = self._families()
+        siblings = self._service.siblings
+        if siblings is not None and siblings.is_from_one(request):
+            return json_response(families)
+        if siblings is not None:
+            answers = await siblings.ask_all("GET", "/metrics", request)
+            families = over_all(families, [self._of_sibling.decode(answer) for answer in answers])
+        families += numbers("engine_", await self._engine_stats(), ENGINE_COUNTERS, "The engine, over all frontends: {}.")
+        return web.Response(text=exposition(families), headers={"Content-Type": CONTENT_TYPE})
+
+    def _families(self) -> list[Family]:
+        """Of this frontend."""
         service = self._service
         counters = service.llm.executor.counters()
         rising = [name for name in counters if name not in EXECUTOR_GAUGES]
         health = service.llm.executor.health()
         families = service.metrics.families()
-        families += numbers("requests_", counters, rising, "Requests of this frontend, by the ledger: {}.")
-        families += numbers("engine_", await self._engine_stats(), ENGINE_COUNTERS, "The engine, over all frontends: {}.")
+        # Each frontend sees the same deaths.
         families += [
-            Family("up", "gauge", "Whether the world is there and takes requests.", [("", (), float(health.ready))]),
-            Family("draining", "gauge", "Whether the service is ending.", [("", (), float(service.draining))]),
-            Family("http_live_requests", "gauge", "Generating requests that this frontend has.", [("", (), len(service.live))]),
+            family._replace(over="max") if family.name == "requests_restarts_total" else family
+            for family in numbers("requests_", counters, rising, "Requests, by the ledger: {}.")
+        ]
+        families += [
+            Family("up", "gauge", "Whether the world is there and takes requests.", [("", (), float(health.ready))], "own"),
+            Family("draining", "gauge", "Whether the service is ending.", [("", (), float(service.draining))], "max"),
+            Family("frontends", "gauge", "Processes that serve.", [("", (), 1)]),
+            Family("http_live_requests", "gauge", "Generating requests that there are.", [("", (), len(service.live))]),
             Family("http_connections", "gauge", "Open connections.", [("", (), service.num_connections)]),
             Family("resumable_streams", "gauge", "Resumable streams that are kept.", [("", (), len(service.resumable))]),
             Family("resumable_bytes", "gauge", "What they keep.", [("", (), service.resumable.size)]),
-            Family("info", "gauge", "What runs.", [("", (("version", __version__), ("model", service.prompts.names[0])), 1)]),
+            Family("info", "gauge", "What runs.", [("", (("version", __version__), ("model", service.prompts.names[0])), 1)], "own"),
         ]
-        return web.Response(text=exposition(families), headers={"Content-Type": CONTENT_TYPE})
+        return families
 
     async def _engine_stats(self) -> dict[str, float]:
         """By the control channel, so every frontend has the same."""

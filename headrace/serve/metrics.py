@@ -20,12 +20,15 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Family(NamedTuple):
-    """One metric: its name without ``headrace_``, and its samples as (suffix, labels, value)."""
+    """One metric: its name without ``headrace_``, and its samples as (suffix, labels, value). ``over``: what becomes of it over all
+    frontends.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    samples: Iterable[tuple[str, Labels, float]]
+    samples: Sequence[tuple[str, Labels, float]]
+    over: Literal["sum", "max", "own"] = "sum"
 
 
 class Histogram:
@@ -113,7 +116,7 @@ class Metrics:
             ),
             Family("request_seconds", "histogram", "From a generating request to the end of its answer.", self.duration.samples()),
             Family("event_loop_lag_seconds", "histogram", "How late the event loop is.", self.loop_lag.samples()),
-            _gauge("event_loop_worst_lag_seconds", "The latest that the event loop has been.", self.worst_lag),
+            _gauge("event_loop_worst_lag_seconds", "The latest that the event loop has been.", self.worst_lag)._replace(over="max"),
         ]
 
 
@@ -135,6 +138,25 @@ def _counter(name: str, help: str, value: float) -> Family:
 
 def _gauge(name: str, help: str, value: float) -> Family:
     return Family(name, "gauge", help, [("", (), value)])
+
+
+def over_all(own: Sequence[Family], others: Sequence[Sequence[Family]]) -> list[Family]:
+    """The families of several frontends as those of one."""
+    made: dict[str, tuple[Family, dict[tuple[str, Labels], float]]] = {}
+    for families in (own, *others):
+        for family in families:
+            first, samples = made.setdefault(family.name, (family, {}))
+            for suffix, labels, value in family.samples:
+                place = (suffix, labels)
+                before = samples.get(place)
+                if before is None or first.over == "max":
+                    samples[place] = value if before is None else max(value, before)
+                elif first.over == "sum":
+                    samples[place] = before + value
+    return [
+        family._replace(samples=[(suffix, labels, value) for (suffix, labels), value in samples.items()])
+        for family, samples in made.values()
+    ]
 
 
 def exposition(families: Iterable[Family]) -> str:

@@ -21,7 +21,7 @@ class ResumableStream:
     """The kept events of one stream, numbered from 1."""
 
     def __init__(self, store: ResumableStreams) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = f"{store.prefix}{uuid.uuid4().hex}"
         self._store = store
         self._kept: deque[tuple[int, bytes]] = deque()
         # Number of the last event, and of the last that a client has taken.
@@ -124,10 +124,13 @@ class ResumableStream:
 
 
 class ResumableStreams:
-    """Those of one frontend. ``limit``: bytes that they keep together."""
+    """Those of one frontend. ``limit``: bytes that they keep together. ``number``: of the frontend where there are several, which is told
+    by the ids of their streams.
+    """
 
-    def __init__(self, grace: float, limit: int) -> None:
+    def __init__(self, grace: float, limit: int, number: int | None = None) -> None:
         self.grace = grace
+        self.prefix = "" if number is None else f"{number}-"
         self._limit = limit
         self.size = 0
         self._streams: dict[str, ResumableStream] = {}
@@ -149,6 +152,13 @@ class ResumableStreams:
 
         stream.task = asyncio.get_running_loop().create_task(run(), name=f"headrace-stream-{stream.id}")
         return stream
+
+    def elsewhere(self, last_event_id: str) -> int | None:
+        """The number of the frontend that has the stream, if it is another."""
+        number, dash, _ = last_event_id.partition("-")
+        if not self.prefix or not dash or not number.isascii() or not number.isdigit() or len(number) > 5 or f"{number}-" == self.prefix:
+            return None
+        return int(number)
 
     def find(self, last_event_id: str) -> tuple[ResumableStream, int]:
         """The stream, and the number of the event. Raises ApiError."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from headrace.serve.service import Service
 from headrace.serve.settings import ServeSettings
+from headrace.serve.siblings import Siblings
 
 if TYPE_CHECKING:
     from headrace.llm import LLM
@@ -65,6 +66,7 @@ async def serve(
     listener: socket.socket,
     tls: ssl.SSLContext | None = None,
     on_ready: Callable[[], None] | None = None,
+    siblings: Siblings | None = None,
 ) -> Ending:
     """Serve until SIGTERM or SIGINT, of which a second one ends at once. Runs in the main thread; the world is left as it is."""
     loop = asyncio.get_running_loop()
@@ -73,7 +75,7 @@ async def serve(
     def on_signal() -> None:
         (hurried if asked.is_set() else asked).set()
 
-    service = Service(llm, settings)
+    service = Service(llm, settings, siblings)
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, on_signal)

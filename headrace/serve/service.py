@@ -28,6 +28,7 @@ from headrace.serve.prompts import Prompts
 from headrace.serve.resume import ResumableStreams
 from headrace.serve.routes import Route
 from headrace.serve.settings import ServeSettings
+from headrace.serve.siblings import Siblings
 from headrace.serve.sse import EventStream
 from headrace.serve.web_page import WebPage
 
@@ -68,17 +69,20 @@ class Service:
     """``start`` and ``stop`` are called in one event loop, in which everything here runs.
 
     Attributes:
+        siblings: other frontends of the same service; None: there are none.
         dead: set when the world is gone for good, and another will not follow.
         draining: no new requests are taken.
     """
 
-    def __init__(self, llm: LLM, settings: ServeSettings) -> None:
+    def __init__(self, llm: LLM, settings: ServeSettings, siblings: Siblings | None = None) -> None:
         self.llm = llm
+        self.siblings = siblings
         self.settings = settings
         self.metrics = Metrics()
         self.prompts = Prompts(llm, settings, self.metrics)
         self.live = LiveRequests()
-        self.resumable = ResumableStreams(settings.resume_grace, settings.resume_bytes)
+        number = None if siblings is None else siblings.number
+        self.resumable = ResumableStreams(settings.resume_grace, settings.resume_bytes, number)
         self.draining = False
         self.dead = asyncio.Event()
         page = WebPage(self)
@@ -114,6 +118,8 @@ class Service:
             return Connection(manager, loop=loop, keepalive_timeout=IDLE_CONNECTION, access_log=None)  # type: ignore[arg-type]  # None: no log
 
         self._server = await loop.create_server(connection, sock=listener, ssl=tls, backlog=1024)
+        if self.siblings is not None:
+            await self.siblings.start(connection)
         self._tick_later()
 
     async def drain(self, timeout: float) -> DrainReport:
@@ -138,6 +144,8 @@ class Service:
         await self.resumable.close()
         if self._server is not None:
             self._server.close()
+        if self.siblings is not None:
+            self.siblings.stop()
         if self._runner is not None:
             await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -18,6 +18,7 @@ from headrace.config import EchoConfig
 from headrace.serve.run import listen
 from headrace.serve.service import CONTROL_THREADS, SLOW_THREADS, DrainReport, Service
 from headrace.serve.settings import ServeSettings
+from headrace.serve.siblings import Siblings
 
 #: seconds that anything in these tests may take at most on a busy machine; nothing waits for them to pass
 LONG = 30.0
@@ -58,7 +59,8 @@ class Event(NamedTuple):
 class Site:
     """A running service. ``llm`` belongs to whoever made it."""
 
-    def __init__(self, llm: LLM, settings: ServeSettings | None = None, tls: Any = None) -> None:
+    def __init__(self, llm: LLM, settings: ServeSettings | None = None, tls: Any = None, siblings: Siblings | None = None) -> None:
+        self._siblings = siblings
         self._ready: Future[Service] = Future()
         self._settings = settings or ServeSettings()
         self._llm = llm
@@ -71,7 +73,7 @@ class Site:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
-        service = Service(self._llm, self._settings)
+        service = Service(self._llm, self._settings, self._siblings)
         try:
             await service.start(self._listener, self._tls)
             # All threads now, so that none that comes with a test's request is taken for a leak of the test.
