@@ -87,8 +87,8 @@ export class Plot {
         }
         const joined = before !== null && point.at - before.at <= GAP;
         const at = `${this.#x(point).toFixed(1)} ${(HEIGHT - 1 - (HEIGHT - 2) * (value / top)).toFixed(1)}`;
-        // A point that stands alone is a dot: a line of no length with round ends.
-        path += joined ? `L${at}` : `M${at}L${at}`;
+        // With a tail, so that a point that stands alone is seen too.
+        path += joined ? `L${at}` : `M${at}h-4h4`;
         before = point;
       }
       this.lines[place].setAttribute("d", path);
