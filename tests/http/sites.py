@@ -222,3 +222,15 @@ def site(settings: ServeSettings | None = None, tls: Any = None, **options: Any)
         finally:
             made.stop()
             del llm
+
+
+@contextlib.contextmanager
+def attached_site(owner: LLM, settings: ServeSettings | None = None) -> Iterator[Site]:
+    """Another frontend of the world of ``owner``."""
+    with LLM.attach(owner.attach_handle, start_timeout=LONG) as llm:
+        made = Site(llm, settings)
+        made.start()
+        try:
+            yield made
+        finally:
+            made.stop()

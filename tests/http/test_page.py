@@ -6,16 +6,14 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from headrace import LLM
 from headrace.serve.settings import ServeSettings
 from headrace.serve.web_page import page_files
-from tests.http.sites import LONG, Site, eventually, site
+from tests.http.sites import LONG, Site, attached_site, eventually, site
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "headrace" / "serve" / "page"
@@ -28,18 +26,6 @@ MAX_LINES = 999
 def plain():
     with site() as made:
         yield made
-
-
-@contextlib.contextmanager
-def attached_site(owner: Site, settings: ServeSettings) -> Iterator[Site]:
-    """Another frontend of the owner's world."""
-    with LLM.attach(owner._llm.attach_handle, start_timeout=LONG) as llm:
-        made = Site(llm, settings)
-        made.start()
-        try:
-            yield made
-        finally:
-            made.stop()
 
 
 # --- files
@@ -177,7 +163,7 @@ def test_a_killed_rank_and_what_followed_can_be_read_at_every_frontend() -> None
     settings, headers = ServeSettings(api_keys=("the-key",)), {"Authorization": "Bearer the-key"}
     with contextlib.ExitStack() as stack:
         owner = stack.enter_context(site(settings, tensor_parallel_size=2, on_engine_death="restart"))
-        other = stack.enter_context(attached_site(owner, settings))
+        other = stack.enter_context(attached_site(owner._llm, settings))
         assert owner.get("/").status == owner.get("/page/app.js").status == 200
         assert owner.get("/world").status == 401
         other.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "temperature": 0}, headers)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Playwright, Route, expect, sync_playwright
 
 from headrace import LLM
 from headrace.serve.settings import ServeSettings
-from tests.http.sites import CHAT, LONG, Site, chat, echo_llm, eventually, site
+from tests.http.sites import CHAT, LONG, Site, attached_site, chat, echo_llm, eventually, site
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome"))), None)
 
@@ -53,6 +53,7 @@ def playwright() -> Iterator[Playwright]:
 def llm() -> Iterator[LLM]:
     """Slow enough to be seen at work, and to be stopped at it."""
     with echo_llm(step_time=0.01) as made:
+        LLM.attach(made.attach_handle, start_timeout=LONG).close()  # what serves those who attach is made for the first of them
         # pytest keeps the values of fixtures until after its leak check.
         yield weakref.proxy(made)
 
@@ -327,6 +328,27 @@ def test_the_theme_follows_the_system_or_the_choice(page: Page, served: Site) ->
     for view in ("Chat", "World"):
         page.get_by_role("link", name=view).click()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, "nothing sticks out of a telephone"
+
+
+def test_the_history_goes_on_when_another_frontend_answers(page: Page, served: Site, llm: LLM) -> None:
+    """A52: which of those that share a port answers a poll is chance."""
+    with attached_site(llm) as other:
+        answered: list[str] = []
+        polls = re.compile(r"/world(\?.*)?$")
+
+        def one_or_the_other(route: Route) -> None:
+            url = route.request.url if len(answered) % 2 else route.request.url.replace(served.url, other.url)
+            response = route.fetch(url=url)
+            answered.append(response.json()["source"])
+            route.fulfill(response=response)
+
+        page.route(polls, one_or_the_other)
+        page.goto(f"{served.url}/#world")
+        line = page.locator(".plot .line0").nth(1)
+        expect(line).to_have_attribute("d", re.compile(r"(L[^LM]*){3}"))
+        page.unroute(polls, one_or_the_other)
+        assert len(set(answered)) == 2 and answered[0] != answered[1]
+        expect(page.locator("#log li")).to_have_count(2)
 
 
 @pytest.mark.kill

@@ -14,24 +14,19 @@ const number = (value) => (value < 100 ? small : count).format(value);
 const milliseconds = (value) => (value >= 1000 ? `${small.format(value / 1000)} s` : `${small.format(value)} ms`);
 
 let plots = [];
-// Of `source`, which is one frontend since its start: another one numbers anew.
-let source = null;
-let points = [], log = [];
+// Of each source, which is one frontend since its start, its log and the number of its last point. Several may share the port, and any
+// answers: their points of the world are joined, and so a history goes on when the connection is another one.
+const sources = new Map();
+let latest = null;
+let points = [];
 let timer = 0;
 let asking = false, refused = false;
 
 const STATES = {
-  starting: ["Starting", "wait"],
-  ready: ["Ready", "good"],
-  paused: ["Paused", "wait"],
-  restarting: ["Died, restarts", "bad"],
-  backing_off: ["About to restart", "wait"],
-  reviving: ["Starting again", "wait"],
-  draining: ["Draining", "wait"],
-  leaving: ["Ending", "wait"],
-  dead: ["Dead", "bad"],
-  reaped: ["Dead", "bad"],
-  closed: ["Closed", "bad"],
+  starting: ["Starting", "wait"], ready: ["Ready", "good"], paused: ["Paused", "wait"],
+  restarting: ["Died, restarts", "bad"], backing_off: ["About to restart", "wait"], reviving: ["Starting again", "wait"],
+  draining: ["Draining", "wait"], leaving: ["Ending", "wait"],
+  dead: ["Dead", "bad"], reaped: ["Dead", "bad"], closed: ["Closed", "bad"],
 };
 const RANKS = { awaited: "wait", started: "wait", loading: "wait", ready: "good", dead: "bad", gone: "off" };
 
@@ -51,7 +46,8 @@ async function poll() {
   if (asking || !visible()) return;
   asking = true;
   try {
-    const query = source === null ? "" : `?source=${source}&point=${points.at(-1)?.number ?? -1}&change=${log.at(-1)?.number ?? -1}`;
+    const known = sources.get(latest);
+    const query = known ? `?source=${latest}&point=${known.point}&change=${known.log.at(-1)?.number ?? -1}` : "";
     const view = await (await call(`world${query}`, { signal: AbortSignal.timeout(PATIENCE) })).json();
     notice(null);
     show(view);
@@ -85,13 +81,12 @@ function notice(text) {
 const visible = () => !find("world").hidden && document.visibilityState === "visible";
 
 function show(view) {
-  if (view.source !== source) {
-    source = view.source;
-    points = [];
-    log = [];
-  }
-  points = [...points, ...view.points].filter((point) => view.now - point.at <= SPAN);
-  log = [...log, ...view.changes].slice(-MOST_LOGGED);
+  const known = sources.get(view.source) ?? { log: [], point: -1 };
+  sources.set((latest = view.source), known);
+  const fresh = view.points.filter((point) => point.number > known.point);
+  known.point = fresh.at(-1)?.number ?? known.point;
+  known.log = [...known.log, ...view.changes.filter((change) => change.number > (known.log.at(-1)?.number ?? -1))].slice(-MOST_LOGGED);
+  points = [...points, ...fresh].filter((point) => view.now - point.at <= SPAN).sort((one, other) => one.at - other.at);
   const [name, kind] = STATES[view.state] ?? [view.state, "wait"];
   const hangs = view.progressing === "no";
   setBadge(view.state, hangs ? `${name}, no progress` : name, hangs ? "bad" : kind);
@@ -119,7 +114,7 @@ function show(view) {
     ["Refused", view.frontend.refused],
   ].map(([label, value]) => [label, count.format(value)]));
   for (const plot of plots) plot.draw(points, view.now);
-  if (view.changes.length || find("log").childElementCount === 0) showLog();
+  showLog(known.log);
 }
 
 function setBadge(state, text, kind) {
@@ -185,17 +180,21 @@ function gauge([name]) {
   return row;
 }
 
-function showLog() {
-  const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hourCycle: "h23" });
+function showLog(log) {
+  const list = find("log");
+  const shown = `${latest} ${log.at(-1)?.number}`;
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
   const rows = log.map((change) => {
     const [name, kind] = STATES[change.state] ?? [change.state, "wait"];
+    const at = new Date(1000 * change.at);
     const item = make("li");
-    const time = make("time", "", clock(change.at));
-    time.dateTime = new Date(1000 * change.at).toISOString();
+    const time = make("time", "", at.toLocaleTimeString([], { hourCycle: "h23" }));
+    time.dateTime = at.toISOString();
     item.append(time, make("span", `badge ${kind}`, name), make("span", "", change.cause ?? ""));
     return item;
   });
-  find("log").replaceChildren(...rows.reverse());
+  list.replaceChildren(...rows.reverse());
 }
 
 /** Called whenever the view comes to sight. */
@@ -207,7 +206,7 @@ export function watchWorld() {
       new Plot(parent, { title: "Tokens per second", note: "whole world", series: [{ key: "tokens_per_second", name: "generated" }, { key: "prompt_tokens_per_second", name: "of prompts" }], show: number }),
       new Plot(parent, { title: "Requests", note: "whole world", series: [{ key: "running", name: "running" }, { key: "waiting", name: "waiting" }], show: number }),
       new Plot(parent, { title: "KV blocks in use", note: "whole world", series: [{ key: "kv_used", name: "" }], show: number }),
-      new Plot(parent, { title: "Time to first token", note: "streams of this frontend", series: both("ttft_p50", "ttft_p95"), show: milliseconds }),
+      new Plot(parent, { title: "Time to first token", note: "streams of the frontend that answers", series: both("ttft_p50", "ttft_p95"), show: milliseconds }),
       new Plot(parent, { title: "Inter-token latency", note: "whole world", series: both("itl_p50", "itl_p95"), show: milliseconds }),
     ];
   }
