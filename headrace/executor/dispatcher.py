@@ -508,8 +508,10 @@ class Dispatcher:
                 self.hub.post(Loss(action.error, final=True))
         elif isinstance(action, Suspend):
             with self.lock:
+                # Of what stands still, nothing can have killed it.
+                blame = not self.pauses.in_effect
                 self.pauses.world_died()
-            self.pairing.suspend(action.error)
+            self.pairing.suspend(action.error, blame)
             self.turn.world_died()
             if self.hub is not None:
                 self.hub.post(Loss(action.error, final=False))

@@ -211,8 +211,11 @@ class Ledger(Generic[H]):
         self._end(request_id, Outcome.FAILED)
         return entry.handle
 
-    def suspend(self, max_deaths: int) -> tuple[list[H], list[H]]:
-        """The world died and another follows: hold what it had. Whom the death ends all the same: the aborted, and the convicted."""
+    def suspend(self, max_deaths: int, blame: bool = True) -> tuple[list[H], list[H]]:
+        """The world died and another follows: hold what it had. Whom the death ends all the same: the aborted, and the convicted.
+
+        ``blame``: whether it counts against those that the world had; not if none of them ran.
+        """
         aborted: list[H] = []
         convicted: list[H] = []
         for request_id, entry in list(self._live.items()):
@@ -222,8 +225,8 @@ class Ledger(Generic[H]):
             elif entry.phase is Phase.STOPPING:
                 self._end(request_id, entry.outcome)
             elif entry.phase is Phase.SENT:
-                entry.deaths += 1
-                if entry.deaths >= max_deaths and request_id == self._suspect:
+                entry.deaths += blame
+                if blame and entry.deaths >= max_deaths and request_id == self._suspect:
                     convicted.append(entry.handle)
                     self._end(request_id, Outcome.DEAD)
                 else:

@@ -165,11 +165,11 @@ class Pairing:
             victims = self.ledger.died()
         self._fail(victims, error)
 
-    def suspend(self, error: EngineDeadError) -> None:
-        """The world died, and another follows."""
+    def suspend(self, error: EngineDeadError, blame: bool = True) -> None:
+        """The world died, and another follows. ``blame``: see ``Ledger.suspend``."""
         waiters: list[Waiter] = []
         with self.lock:
-            aborted, convicted = self.ledger.suspend(self._max_deaths)
+            aborted, convicted = self.ledger.suspend(self._max_deaths, blame)
             for live in aborted:
                 self._end(live, FinishReason.ABORT, waiters)
             log.warning("%d requests wait for the next world", len(self.ledger))

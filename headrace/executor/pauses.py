@@ -34,10 +34,11 @@ class PauseCall:
 
 
 class PauseCalls:
-    """Calls that are not answered. ``last``: number of the last mark."""
+    """Calls that are not answered. ``last``: number of the last mark. ``in_effect``: the world stands still, by all that is known."""
 
     def __init__(self) -> None:
         self.last = 0
+        self.in_effect = False
         self._waiting: list[PauseCall] = []
 
     def __len__(self) -> int:
@@ -46,6 +47,7 @@ class PauseCalls:
     def begin(self, paused: bool) -> PauseCall:
         """A call whose mark will be sent; ``paused``: what it asks for."""
         self.last += 1
+        self.in_effect = False
         call = PauseCall(self.last, paused)
         self._waiting.append(call)
         return call
@@ -60,10 +62,12 @@ class PauseCalls:
         for call in [call for call in self._waiting if call.number <= number]:
             self._waiting.remove(call)
             call.end(RequestError(OVERTAKEN) if call.paused and not paused else None)
+        self.in_effect = paused and not self._waiting
         return not self._waiting
 
     def world_died(self) -> None:
         """Nothing runs any more, and the next world begins as the last mark says."""
+        self.in_effect = False
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             overtaken = call.paused and any(later.number > call.number and not later.paused for later in waiting)

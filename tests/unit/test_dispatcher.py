@@ -11,7 +11,7 @@ from headrace.errors import ClosedError, EngineDeadError
 from headrace.executor.admission import QueueLimits
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.ledger import Phase
-from headrace.executor.lifecycle import RESTART, Close, Expired, Gone, Lost, PauseAsked, ResumeAsked, Started, WorldState
+from headrace.executor.lifecycle import RESTART, Close, Expired, Gone, Lost, PauseAsked, ResumeAsked, Started, Suspend, WorldState
 from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Outbox
 from headrace.executor.request import CheckedRequest, GenerationRequest
@@ -194,6 +194,18 @@ def test_the_world_after_a_paused_one_is_paused_before_its_first_request(dispatc
         dispatcher._execute(action)
     assert [type(message) for message in sent.messages] == ([Submit] if resumed else [Pause, Submit])
     assert resumed or sent.messages[0] == Pause(1, "keep")
+
+
+def test_deaths_of_a_world_that_stands_still_are_held_against_nobody(dispatcher, sent):
+    """A27, A58: nothing ran, however often it is killed; those before the pause count on."""
+    for _ in range(5):
+        dispatcher.pauses.answered(1, True)
+        dispatcher._execute(Suspend(EngineDeadError("killed")))
+        dispatcher.pairing.resume()
+        dispatcher.flush()
+    assert len(dispatcher.pairing.ledger) == 3 and sent.requests()[-1] == 0
+    dispatcher._execute(Suspend(EngineDeadError("killed")))
+    assert len(dispatcher.pairing.ledger) == 2, "this time it was running, for the third time"
 
 
 def test_an_end_without_drain_aborts_what_is_held_too(dispatcher, sent):

@@ -70,3 +70,21 @@ def test_where_no_answer_can_come_all_are_told():
     calls.fail(error)
     assert [outcome(call) for call in begun] == ["failed", "failed"] and len(calls) == 0
     assert all(call.error is not error for call in begun), "each raises one of its own"
+
+
+def test_what_is_known_of_the_world_is_what_it_said_last_and_nothing_once_it_is_asked_again():
+    calls = PauseCalls()
+    assert not calls.in_effect
+    begin(calls, PAUSE, PAUSE)
+    calls.answered(1, True)
+    assert not calls.in_effect, "another mark is on its way"
+    calls.answered(2, True)
+    assert calls.in_effect
+    begin(calls, RESUME)
+    assert not calls.in_effect
+    calls.answered(3, False)
+    assert not calls.in_effect
+    calls.answered(3, True)
+    assert calls.in_effect, "another process has asked for it"
+    calls.world_died()
+    assert not calls.in_effect
