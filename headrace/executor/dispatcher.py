@@ -83,6 +83,8 @@ FAULT = "fault in the dispatch thread; it goes on"
 
 #: frames that are read before the other sources get their turn
 FRAMES_PER_TURN = 256
+#: the same where postprocess workers wait for what they bring, and readers for their answers
+FRAMES_PER_FEED = 8
 #: frames that are read when a world has died, before anybody is told: more than fit between rank 0 and here; a living rank 0, whose world
 #: died by another, may go on sending
 MAX_LAST_WORDS = 8192
@@ -276,7 +278,7 @@ class Dispatcher:
     # --- what arrives
 
     def _read_results(self) -> None:
-        for _ in range(FRAMES_PER_TURN):
+        for _ in range(FRAMES_PER_TURN if self._texts is None else FRAMES_PER_FEED):
             if not self._read_result(0.0):
                 return
 

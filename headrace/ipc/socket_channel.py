@@ -60,6 +60,11 @@ class SocketTransport(Transport):
         """For a poller: readable when a frame, or the end, may be there."""
         return self.socket.fileno()
 
+    @property
+    def buffered(self) -> bool:
+        """Whether bytes have been received that were not taken: the descriptor does not tell of them."""
+        return bool(self._arrived)
+
     def put(self, parts: Sequence[Any], peer: bytes = b"") -> bool:
         if not self._flush():
             return False

@@ -141,7 +141,7 @@ class Lane:
             return
         self.state, self._deadline = LaneState.STARTING, now + START_TIMEOUT
         # In this order they are served: answers before deaths.
-        self._wait_for(self._channel_fd, self._read)
+        self._wait_for(self._transport.fileno(), self._read)
         self._wait_for(self._process.stderr.fileno(), self._read_output)
         self._wait_for(self._pidfd, self._died)
 
@@ -164,9 +164,9 @@ class Lane:
         )
 
     @property
-    def _channel_fd(self) -> int:
+    def _transport(self) -> SocketTransport:
         assert self._channel is not None and isinstance(self._channel.transport, SocketTransport)
-        return self._channel.transport.fileno()
+        return self._channel.transport
 
     def _wait_for(self, fd: int, handler: Callable[[], None]) -> None:
         self._fds.append(fd)
@@ -201,7 +201,7 @@ class Lane:
         assert self._channel is not None
         self._retry_at = None
         # What the channel has not got rid of must go, also when nothing new is wanted.
-        while (room := self._channel.transport.wait(True, 0.0)) and self.shard.wants:
+        while (room := self._transport.wait(True, 0.0)) and self.shard.wants:
             with self._pool.lock:
                 feed = self.shard.feed()
             if feed is None:
@@ -216,7 +216,10 @@ class Lane:
     def _read(self) -> None:
         assert self._channel is not None
         try:
-            while self._channel is not None and (message := self._channel.recv()) is not None:
+            more = True
+            # Not until there is nothing: it would cost a call to the system, and so a wait for Python's lock, to be told what a poll tells.
+            while more and self._channel is not None and (message := self._channel.recv()) is not None:
+                more = self._transport.buffered
                 if isinstance(message, TextPieces):
                     self._answered(message)
                 elif self.state is LaneState.STARTING:
@@ -225,7 +228,7 @@ class Lane:
                     self._pool.look_settled()
         except ChannelClosedError:
             # It has died, or is about to, and what it sent before that was read.
-            self._ignore(self._channel_fd)
+            self._ignore(self._transport.fileno())
             self.kill()
 
     def _answered(self, pieces: TextPieces) -> None:
