@@ -202,7 +202,7 @@ def test_buttons_and_the_probabilities_under_the_pointer(page: Page, context: Br
     # Another answer, until somebody stops it.
     limit(page, 5000)
     page.get_by_label("Token probabilities").uncheck()
-    answer.get_by_role("button", name="Another answer").click()
+    answer.get_by_role("button", name="Retry: another answer").click()
     expect(answers(page)).to_have_count(1)
     expect(text_of(answer).locator("span").nth(3)).to_be_attached()
     assert pieces.count() == 0, "none were asked for"
@@ -211,7 +211,7 @@ def test_buttons_and_the_probabilities_under_the_pointer(page: Page, context: Br
     expect(answers(page).last.get_by_text("stopped")).to_be_visible()
     assert eventually(lambda: idle(llm)) and llm.executor.counters()["aborted"] == aborted + 1
     expect(message_box(page)).to_be_focused()
-    page.get_by_role("button", name="Edit this message").click()
+    page.get_by_role("button", name="Edit").click()
     expect(answers(page)).to_have_count(0)
     expect(message_box(page)).to_have_value(LAST)
     limit(page, 6)
@@ -245,7 +245,7 @@ def test_a_refusal_and_a_broken_connection_are_said_and_can_be_tried_again(
     alert = page.get_by_role("alert")
     expect(alert).to_contain_text("max_tokens")
     limit(page, 5000)
-    alert.get_by_role("button", name="Try again").click()
+    alert.get_by_role("button", name="Retry: once more").click()
     answer = answers(page).first
     expect(text_of(answer).locator(".token").nth(3)).to_be_attached()
 
@@ -260,10 +260,10 @@ def test_a_refusal_and_a_broken_connection_are_said_and_can_be_tried_again(
     assert eventually(lambda: idle(llm))
     limit(page, 6)
     context.set_offline(True)
-    alert.get_by_role("button", name="Try again").click()
+    alert.get_by_role("button", name="Retry: once more").click()
     expect(alert).to_contain_text("The server cannot be reached.")
     context.set_offline(False)
-    alert.get_by_role("button", name="Try again").click()
+    alert.get_by_role("button", name="Retry: once more").click()
     expect(page.get_by_text("6 tokens ·")).to_be_visible()
     expect(alert).to_have_count(0)
     assert text_of(answer).text_content() == expected(served, LAST, tokens=6)

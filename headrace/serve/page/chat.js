@@ -38,9 +38,9 @@ function addTurn(role, content) {
   const turn = { role, content, element, text, tools };
   tools.append(button("Copy", `Copy: ${name}`, (event) => copy(turn, event.currentTarget)));
   if (role === "user") {
-    tools.append(button("Edit", "Edit this message and go on from here", () => edit(turn)));
+    tools.append(button("Edit", "Edit: this message, to go on from here", () => edit(turn)));
   } else {
-    tools.append(button("Retry", "Another answer", () => retry(turn)));
+    tools.append(button("Retry", "Retry: another answer", () => retry(turn)));
     // Its tokens are reached with the arrow keys.
     text.tabIndex = 0;
     text.setAttribute("role", "group");
@@ -178,7 +178,7 @@ function showError(turn, error) {
   box.setAttribute("role", "alert");
   const when = error.retryAfter ? ` It asks to wait ${error.retryAfter} s.` : "";
   box.append(make("p", "", (error instanceof ApiError ? error.message : `Something went wrong in this page: ${error.message}`) + when));
-  box.append(button("Retry", "Try again", () => retry(turn)));
+  box.append(button("Retry", "Retry: once more", () => retry(turn)));
   turn.element.append(box);
   turn.element.classList.toggle("empty", turn.content === "");
   scroll();

@@ -161,7 +161,7 @@ function showGauges({ engine, max_batch_size: most }) {
   }
   rows.forEach(([, value, max, text], place) => {
     const row = box.children[place];
-    setText(row.querySelector("output"), text);
+    setText(row.querySelector("b"), text);
     const bar = row.querySelector("[role=meter]");
     bar.setAttribute("aria-valuenow", value);
     bar.setAttribute("aria-valuemax", max);
@@ -176,7 +176,7 @@ function gauge([name]) {
   bar.setAttribute("aria-label", name);
   bar.setAttribute("aria-valuemin", 0);
   bar.append(make("i"));
-  row.append(make("span", "", name), make("output"), bar);
+  row.append(make("span", "", name), make("b"), bar);
   return row;
 }
 
