@@ -79,6 +79,8 @@ CLOSE_MARGIN = 3.0
 POSTPROCESS_PATIENCE = 10.0
 #: seconds that the answer to a call may be under way, beyond those that the ranks have for it
 CALL_MARGIN = 2.0
+#: most seconds that ranks may be given for one
+LONGEST_CALL = 3600.0
 #: seconds that ranks have: PyTorch's profiler takes one or two to begin, and some to write many steps of a large model
 START_PROFILE_TIMEOUT = 20.0
 STOP_PROFILE_TIMEOUT = 120.0
@@ -501,8 +503,8 @@ class GenerationExecutorProxy:
 
     def _call_ranks(self, message: StartProfile | StopProfile, name: str) -> dict[int, str]:
         """What every rank says. Raises once all have answered, or the time is up."""
-        if not 0 < message.timeout <= threading.TIMEOUT_MAX / 2:
-            raise RequestError(f"timeout={message.timeout} does not lie between 0 and {threading.TIMEOUT_MAX / 2:.0f} seconds")
+        if not 0 < message.timeout <= LONGEST_CALL:
+            raise RequestError(f"timeout={message.timeout} does not lie between 0 and {LONGEST_CALL:.0f} seconds")
         reply = self._collective.call(message, message.timeout + CALL_MARGIN)
         assert isinstance(reply, RankAnswers), reply
         by_text: dict[str, list[int]] = {}

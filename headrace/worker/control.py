@@ -6,7 +6,7 @@ import logging
 import threading
 
 from headrace.engine.base import Engine
-from headrace.ipc.channel import Poller, ServedChannel
+from headrace.ipc.channel import Poller, Received, ServedChannel
 from headrace.ipc.messages import (
     Ack,
     AnyMessage,
@@ -83,6 +83,15 @@ class ControlServer:
             log.exception("control call %s failed", type(message).__name__)
             return ControlError(f"{type(error).__name__}: {error}")
 
+    def _order(self, received: Received) -> ControlError | None:
+        """What every rank is to do; what cannot be ordered is told at once."""
+        assert isinstance(received.message, StartProfile | StopProfile)
+        try:
+            self._calls.order(received.peer, received.message)
+        except ValueError as error:
+            return ControlError(str(error))
+        return None
+
     def listen(self) -> None:
         """Before the first turn."""
         self._poller.register(self._channel)
@@ -94,10 +103,9 @@ class ControlServer:
         self._poller.wait(calls.patience())
         # Whatever comes, replies that are due are not kept waiting by more than one call.
         if (received := channel.recv(0.0)) is not None:
-            if isinstance(received.message, StartProfile | StopProfile):
-                calls.order(received.peer, received.message)
-            else:
-                channel.reply(received.peer, self.answer(received.message))
+            reply = self._order(received) if isinstance(received.message, StartProfile | StopProfile) else self.answer(received.message)
+            if reply is not None:
+                channel.reply(received.peer, reply)
         for peer, reply in calls.finished():
             channel.reply(peer, reply)
 

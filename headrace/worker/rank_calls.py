@@ -25,6 +25,9 @@ from headrace.worker.profiler import RankProfiler
 
 Request: TypeAlias = StartProfile | StopProfile
 
+#: longest time that a call may take, in seconds: a day
+LONGEST_TIMEOUT = 86400.0
+
 
 class _Call:
     """``number``: 0 until it is begun. ``given_up``: its time is up, and its caller has been told."""
@@ -87,7 +90,12 @@ class RankCalls:
     # --- the control thread
 
     def order(self, peer: str, request: Request) -> None:
-        """Let every rank do this; the reply to ``peer`` comes from ``finished``, at the latest after ``request.timeout`` seconds."""
+        """Let every rank do this; the reply to ``peer`` comes from ``finished``, at the latest after ``request.timeout`` seconds.
+
+        Raises ValueError for a timeout that is none.
+        """
+        if not 0 <= request.timeout <= LONGEST_TIMEOUT:
+            raise ValueError(f"timeout={request.timeout} does not lie between 0 and {LONGEST_TIMEOUT:.0f} seconds")
         # A connector waits for one call at a time: of an earlier one it has given up waiting, and its reply would be taken for this one's.
         for earlier in [earlier for earlier in self._waiting if earlier.peer == peer]:
             self._waiting.remove(earlier)

@@ -19,7 +19,7 @@ from headrace.engine.echo import EchoRunner
 from headrace.errors import ChannelFullError
 from headrace.ipc import memory_channel
 from headrace.ipc.channel import Address, new_key
-from headrace.ipc.messages import Loaded, Ping, Plan, PlanEnd, Pong, RankAnswers, RankCall, StartProfile, StopProfile
+from headrace.ipc.messages import ControlError, Loaded, Ping, Plan, PlanEnd, Pong, RankAnswers, RankCall, StartProfile, StopProfile
 from headrace.worker.plans import Follower, PlanSender
 from headrace.worker.profiler import RankProfiler
 from headrace.worker.rank_calls import RankCalls
@@ -305,6 +305,27 @@ def test_the_loop_wakes_for_an_order_and_the_control_thread_for_its_end(tmp_path
         turns.join(LONG)
         for end in (slow, quick, binder):
             end.close()
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan"), float("inf"), 1e9])
+def test_a_timeout_that_is_none_is_refused_and_the_server_goes_on(tmp_path, timeout):
+    """A57: it would wait for ever, or not at all."""
+    with contextlib.closing(Rig()) as rig:
+        address = Address(channel="control", endpoint=f"memory://calls-control-{next(_names)}", peer="proxy")
+        key = new_key()
+        binder, caller = memory_channel.bind_served(address, key), memory_channel.connect_served(address, key)
+        server = rig.control(binder)
+        server.listen()
+        replies = []
+        for message in (StartProfile(str(tmp_path / "trace"), timeout), Ping()):
+            turn = threading.Thread(target=server.turn, daemon=True)
+            turn.start()
+            replies.append(caller.call(message, LONG))
+            turn.join(LONG)
+        assert isinstance(replies[0], ControlError) and f"timeout={timeout}" in replies[0].error and isinstance(replies[1], Pong)
+        assert not rig.calls.busy and rig.calls.patience() is None
+        caller.close()
+        binder.close()
 
 
 def test_what_is_not_loaded_yet_is_no_answer(world, tmp_path):
