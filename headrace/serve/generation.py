@@ -56,7 +56,7 @@ class Generation:
 
     async def _answer(self, request: web.Request, begin: Callable[[bytes, str], Running]) -> web.StreamResponse:
         service = self._service
-        if (last_event_id := request.headers.get(LAST_EVENT_ID)) is not None:
+        if last_event_id := request.headers.get(LAST_EVENT_ID):
             elsewhere = service.resumable.elsewhere(last_event_id)
             if elsewhere is not None and service.siblings is not None and not service.siblings.is_from_one(request):
                 return await service.siblings.relay(elsewhere, request)
