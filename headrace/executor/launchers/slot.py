@@ -67,7 +67,7 @@ def main() -> int:
     frontend = None
     if slot.rank == 0:
         frontend = Frontend(slot.name, int(size))
-        frontend.start(sys.argv[7:], tuple(stripped.split(",")), passed_on)
+        frontend.start(sys.argv[7:], tuple(stripped.split(",")), passed_on, mpirun.cores())
     try:
         return serve(slot, frontend, signals, mpirun)
     finally:
@@ -111,6 +111,13 @@ class Mpirun:
             self.clear_up()
             say(f"headrace: error: the mpirun of this rank, process {self._launcher}, is gone")
             os._exit(EXIT_ORPHANED)
+
+    def cores(self) -> set[int]:
+        """Those that it may use itself."""
+        try:
+            return os.sched_getaffinity(self._launcher)
+        except ProcessLookupError:
+            return os.sched_getaffinity(0)
 
     def has_rank_0(self) -> bool:
         """Whether the process of rank 0 is still there; also true where that cannot be seen."""
@@ -242,20 +249,22 @@ class Frontend:
         """To wait for."""
         return [self.pidfd] if self.pidfd >= 0 else []
 
-    def start(self, command: list[str], stripped: tuple[str, ...], passed_on: list[signal.Signals]) -> None:
-        """Start it, without a trace of the MPI job in its environment or descriptors."""
+    def start(self, command: list[str], stripped: tuple[str, ...], passed_on: list[signal.Signals], cores: set[int]) -> None:
+        """Start it, without a trace of the MPI job in its environment, descriptors or ``cores``."""
         outer = {name: value for name, value in os.environ.items() if name.startswith(stripped)}
         environment = {name: value for name, value in os.environ.items() if name not in outer}
         # MPICH's ways to its launcher: those are for workers.
         closed = [int(value) for name, value in outer.items() if name.endswith("_FD") and value.isdigit()]
-        self._pid = start(command, environment, passed_on, self._as_user(closed))
+        self._pid = start(command, environment, passed_on, self._as_user(closed, cores))
         self.pidfd = os.pidfd_open(self._pid)
 
-    def _as_user(self, closed: list[int]) -> Callable[[dict[str, str]], None]:
+    def _as_user(self, closed: list[int], cores: set[int]) -> Callable[[dict[str, str]], None]:
         def prepare(environment: dict[str, str]) -> None:
             for fd in closed:
                 os.close(fd)
             os.set_inheritable(self._listener.fileno(), True)
+            # mpirun has bound us to the cores of a rank, which its worker needs; mpirun itself may use all.
+            os.sched_setaffinity(0, cores)
             environment[FRONTEND] = f"{os.getpid()} {self._listener.fileno()} {self._size}"
 
         return prepare
