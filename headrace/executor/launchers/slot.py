@@ -312,19 +312,18 @@ def serve(slot: Slot, frontend: Frontend | None, signals: Signals, mpirun: Mpiru
     began = time.monotonic()
     pause, alone, leave_at, said = 0.02, 0, float("inf"), False
     while True:
-        now = time.monotonic()
-        if now >= leave_at:
+        if time.monotonic() >= leave_at:
             return 128 + signals.last
         if slot.connection is None and not slot.connect():
             alone = 0 if mpirun.has_rank_0() else alone + 1
             if slot.was_connected or alone == LOOKS:
                 # Rank 0 has left, and its exit code is mpirun's.
                 return 0
-            if not said and now - began > SAY_AFTER:
+            if not said and time.monotonic() - began > SAY_AFTER:
                 said = True
                 say(f"headrace: rank {slot.rank} waits for rank 0 to come to LLM(...)")
             pause = min(AGAIN, pause * 1.5)
-        timeout = min(leave_at - now, pause if slot.connection is None else leave_at)
+        timeout = min(leave_at - time.monotonic(), pause if slot.connection is None else leave_at)
         ready = wait(timeout, signals.fd, *mpirun.fds, *slot.fds(), *(frontend.fds() if frontend is not None else ()))
         if not ready.isdisjoint(mpirun.fds):
             mpirun.clear_up()
@@ -333,7 +332,7 @@ def serve(slot: Slot, frontend: Frontend | None, signals: Signals, mpirun: Mpiru
             if frontend is not None:
                 frontend.send(number)
             elif number in ENDING:
-                leave_at = min(leave_at, now + ENDING_GRACE)
+                leave_at = min(leave_at, time.monotonic() + ENDING_GRACE)
         if frontend is not None and frontend.pidfd in ready:
             slot.leave()
             return frontend.part()
