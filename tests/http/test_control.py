@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.serve.settings import ServeSettings
-from tests.http.sites import CHAT, LONG, Answer, Site, chat, eventually, read_until, site
-from tests.http.test_page import attached_site
+from tests.http.sites import CHAT, LONG, Answer, Site, attached_site, chat, eventually, read_until, site
 
 ADMIN = {"Authorization": "Bearer boss"}
 ROUTES = [
@@ -36,7 +35,7 @@ def shared(folder: Path) -> Iterator[Site]:
     with site(settings, step_time=0.002) as made:
         # Connects, and makes what is needed for other frontends, which belongs to no test.
         assert ask(made, "/stop_profile").status == 409
-        with attached_site(made, settings):
+        with attached_site(made.service.llm, settings):
             pass
         yield made
 
@@ -177,7 +176,7 @@ def test_the_documentation_names_their_parameters(calm: Site):
 def test_every_frontend_of_a_world_knows_of_its_pause_and_may_end_it(shared: Site):
     """A52, A58: and reads the same events."""
     settings = ServeSettings(api_keys=("user",), admin_key="boss")
-    with attached_site(shared, settings) as other:
+    with attached_site(shared.service.llm, settings) as other:
         assert ask(other, "/pause?mode=keep").status == 200
         assert eventually(lambda: is_paused(shared) and is_paused(other))
         waiting = [Asking(each, CHAT, chat(max_tokens=3), {"Authorization": "Bearer user"}) for each in (shared, other)]
