@@ -216,7 +216,7 @@ class WorldView:
                 prompt_tokens_per_second=prompts,
                 running=None if engine is None else engine.running,
                 waiting=None if engine is None else engine.waiting,
-                kv_used=None if engine is None else engine.kv_used,
+                kv_used=engine.kv_used if engine is not None and engine.kv_blocks else None,
                 itl_p50=percentile(gaps, 0.5),
                 itl_p95=percentile(gaps, 0.95),
                 ttft_p50=percentile(ttft, 0.5),

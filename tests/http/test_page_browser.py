@@ -303,6 +303,33 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(context: BrowserContext, 
         made.stop()
 
 
+#: of one answer, chunk by chunk: its tokens, as bytes, and its text; then the pieces that are shown, as text and number of tokens
+PAIRED: list[tuple[str, list[tuple[list[bytes], str]], list[tuple[str, int]]]] = [
+    ("one each", [([b"a"], "a"), ([b" b", b"c"], " bc")], [("a", 1), (" b", 1), ("c", 1)]),
+    ("a character of several tokens", [([b"\xf0\x9f"], ""), ([b"\x99", b"\x82", b"!"], "\U0001f642!")], [("\U0001f642", 3), ("!", 1)]),
+    ("marks without a text", [([b"<|mark|>"], ""), ([b"a", b"<|mark|>", b"b"], "ab")], [("a", 2), ("b", 2)]),
+    ("a mark at the end", [([b"a", b"<|end|>"], "a")], [("a", 1)]),
+    ("a first blank that is no part of the text", [([b" a"], "a"), ([b" b"], " b")], [("a", 1), (" b", 1)]),
+    ("held back, and let out later", [([b"en"], ""), ([b"d"], ""), ([b"s"], "ends")], [("en", 1), ("d", 1), ("s", 1)]),
+    ("bytes that are no text at all", [([b"\xff"], "\ufffd"), ([b"a"], "a")], [("\ufffd", 1), ("a", 1)]),
+]
+
+
+def test_tokens_and_text_are_paired(page: Page, served: Site) -> None:
+    """A42: no character is lost, whatever the tokens are; joined, the pieces are the text."""
+    page.goto(served.url)
+    script = """async (chunks) => {
+        const { Pairing } = await import("./page/tokens.js");
+        const pairing = new Pairing();
+        const shown = ({ text, tokens }) => [text, tokens.length];
+        return chunks.flatMap(([tokens, text]) => pairing.add(tokens.map((bytes) => ({ bytes })), text).map(shown));
+    }"""
+    for name, chunks, pieces in PAIRED:
+        shown = page.evaluate(script, [[[list(token) for token in tokens], text] for tokens, text in chunks])
+        assert [tuple(piece) for piece in shown] == pieces, name
+        assert "".join(text for text, _ in pieces) == "".join(text for _, text in chunks), name
+
+
 def test_the_theme_follows_the_system_or_the_choice(page: Page, served: Site) -> None:
     def brightness() -> int:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from headrace.config import EngineFacts
@@ -102,6 +103,12 @@ def test_tokens_per_second_are_counted_by_the_world_between_two_looks(rig):
     # Nobody looked for a minute: the mean of it.
     rig.executor.answer = {"tokens": 1900}
     assert rig.after(60.0).points[-1].tokens_per_second == 10
+
+
+def test_where_there_is_no_kv_cache_none_of_it_is_used(rig):
+    rig.executor.facts = msgspec.structs.replace(rig.executor.facts, num_kv_blocks=0)
+    answer = rig.view.look()
+    assert answer.engine is not None and answer.engine.kv_blocks == 0 and answer.points[0].kv_used is None
 
 
 def test_a_world_that_follows_another_counts_from_nothing(rig):
