@@ -121,7 +121,8 @@ def test_a_hundred_attach_and_detach_and_nothing_grows(owner):
     first = owner._dispatcher.hub._last_lane
     for _ in range(100):
         use()
-    assert left(owner) and eventually(lambda: held() == before), (held(), before)
+    # What the first has left to be closed may have been there when that was counted.
+    assert left(owner) and eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True))), (held(), before)
     assert threading.active_count() == threads and sorted(owner.attach_handle.parent.iterdir()) == files
     assert owner._dispatcher.hub._last_lane == first + 100, "no number is used again soon"
 
@@ -177,7 +178,7 @@ def test_who_has_another_key_is_refused(owner, tmp_path):
     forged = tmp_path / "attach.json"
     write_handle(forged, type(handle)(key=new_key(), owner_pid=handle.owner_pid, endpoint=handle.endpoint))
     with pytest.raises(StartupError, match=r"does not answer.*refused.*key"):
-        GenerationExecutorProxy.attach(forged, start_timeout=0.5)
+        GenerationExecutorProxy.attach(forged, start_timeout=2.0)
     with attach(owner) as one:
         assert completion(submit(one, [2], max_tokens=2)[0].result(LONG)).token_ids == answer([2], 2)
     assert left(owner)
