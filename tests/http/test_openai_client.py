@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+from safetensors.numpy import save_file
 
 from headrace import LLM
+from headrace.lora import LoraRequest
 from headrace.serve.settings import ServeSettings
 from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, chat, echo_llm, parse_events
 
@@ -47,12 +51,28 @@ def echo() -> Iterator[Site]:
         del llm
 
 
+def write_adapter(folder: Path) -> Path:
+    """For SmolLM2, strong enough to change every answer."""
+    folder.mkdir()
+    rng = np.random.default_rng(3)
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none", "target_modules": ["down_proj"]})
+    )
+    name = "base_model.model.model.layers.2.mlp.down_proj.lora_"
+    shapes = {f"{name}A.weight": (2, 1536), f"{name}B.weight": (576, 2)}
+    save_file({key: rng.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
 @pytest.fixture(scope="module")
-def model() -> Iterator[Site]:
-    """SmolLM2, in one rank of one thread."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """SmolLM2, in one rank of one thread, with two adapters, of which one is gone since it was looked at."""
+    folder = tmp_path_factory.mktemp("adapters")
+    loras = {name: LoraRequest(name, write_adapter(folder / name)) for name in ("tuned", "gone")}
+    shutil.rmtree(folder / "gone")
     with LLM("smollm2-135m", num_threads=1, kv_cache_tokens=4096) as llm:
         llm.generate("x", use_tqdm=False)
-        made = Site(llm, ServeSettings(api_keys=("secret",)))
+        made = Site(llm, ServeSettings(api_keys=("secret",), loras=loras))
         made.start()
         yield made
         made.stop()
@@ -239,6 +259,21 @@ def test_stop_and_seed(real: openai.OpenAI):
     assert first == second and len(first) > 4
     cut = real.chat.completions.create(**ask, stop=[first[2:4]]).choices[0]
     assert cut.message.content == first[: first.find(first[2:4])] and cut.finish_reason == "stop" and cut.stop_reason == first[2:4]
+
+
+@pytest.mark.model
+def test_an_adapter_is_chosen_as_a_model(real: openai.OpenAI):
+    """A30, A54: beside the model itself; of one that cannot be read no folder is told."""
+    cards = {card.id: card for card in real.models.list().data}
+    base = next(iter(cards))
+    assert cards["tuned"].parent == base
+    ask: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
+    plain, tuned = (real.completions.create(model=name, **ask) for name in (base, "tuned"))
+    assert tuned.model == "tuned" and tuned.choices[0].text != plain.choices[0].text
+    with pytest.raises(openai.BadRequestError) as caught:
+        real.completions.create(model="gone", **ask)
+    told = caught.value.body["message"]
+    assert "cannot be read" in told and "adapters" not in told and "/" not in told
 
 
 @pytest.mark.model
