@@ -187,7 +187,7 @@ def test_where_no_worker_can_be_had_texts_are_made_here_until_one_can(monkeypatc
             (later,) = send(executor, PROMPT, max_tokens=9, stop=["日x"])
             assert completion(later.result(LONG)).text == "😀"
         assert eventually(lambda: executor.counters()["postprocess_here"] == 0)
-        known = executor._texts._lanes[0].shard._known
+        known = executor._texts._slots[0].shard._known
         assert eventually(lambda: len(known) == 1), "the live request is fed to the worker again"
         next(long)
         long.abort()

@@ -69,7 +69,7 @@ def check_count(workers: object) -> int:
     return workers
 
 
-class LaneState(enum.Enum):
+class SlotState(enum.Enum):
     """Where one worker stands."""
 
     DOWN = enum.auto()
@@ -77,13 +77,13 @@ class LaneState(enum.Enum):
     UP = enum.auto()
 
 
-class Lane:
+class Slot:
     """One worker after the other, and their requests."""
 
     def __init__(self, index: int, pool: TextPool) -> None:
         self.index = index
         self.shard: Shard[Mailbox] = Shard()
-        self.state = LaneState.DOWN
+        self.state = SlotState.DOWN
         self.starts = 0
         self._pool = pool
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,7 +98,7 @@ class Lane:
         self._tail = b""
 
     def __repr__(self) -> str:
-        return f"<Lane {self.index} {self.state.name} pid={self.pid} starts={self.starts} {self.shard!r}>"
+        return f"<Slot {self.index} {self.state.name} pid={self.pid} starts={self.starts} {self.shard!r}>"
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +109,7 @@ class Lane:
     @property
     def here(self) -> bool:
         """Whether the dispatch thread makes the texts; also while a worker is tried again, until it is ready."""
-        return self._failures >= MAX_FAILURES and self.state is not LaneState.UP
+        return self._failures >= MAX_FAILURES and self.state is not SlotState.UP
 
     @property
     def fds(self) -> list[int]:
@@ -139,7 +139,7 @@ class Lane:
             log.error("postprocess worker %d cannot be started: %s", self.index, str(error))
             self._over(now)
             return
-        self.state, self._deadline = LaneState.STARTING, now + START_TIMEOUT
+        self.state, self._deadline = SlotState.STARTING, now + START_TIMEOUT
         # In this order they are served: answers before deaths.
         self._wait_for(self._transport.fileno(), self._read)
         self._wait_for(self._process.stderr.fileno(), self._read_output)
@@ -180,16 +180,16 @@ class Lane:
     def turn(self, now: float) -> None:
         """Feed it, and look at what is due."""
         late = self._deadline is not None and now >= self._deadline
-        if self.state is LaneState.UP:
+        if self.state is SlotState.UP:
             if late:
                 log.error("postprocess worker %d (pid %s) has not answered for %g s and is killed", self.index, self.pid, ANSWER_TIMEOUT)
                 self.kill()
             else:
                 self._feed(now)
-        elif self.state is LaneState.STARTING and late:
+        elif self.state is SlotState.STARTING and late:
             log.error("postprocess worker %d (pid %s) was not ready in %g s and is killed", self.index, self.pid, START_TIMEOUT)
             self.kill()
-        elif self.state is LaneState.DOWN and late:
+        elif self.state is SlotState.DOWN and late:
             self.start(now)
         if self.here:
             with self._pool.lock:
@@ -222,9 +222,9 @@ class Lane:
                 more = self._transport.buffered
                 if isinstance(message, TextPieces):
                     self._answered(message)
-                elif self.state is LaneState.STARTING:
+                elif self.state is SlotState.STARTING:
                     log.info("postprocess worker %d is ready: pid %s", self.index, self.pid)
-                    self.state, self._deadline = LaneState.UP, None
+                    self.state, self._deadline = SlotState.UP, None
                     self._pool.look_settled()
         except ChannelClosedError:
             # It has died, or is about to, and what it sent before that was read.
@@ -273,7 +273,7 @@ class Lane:
             wait = SECOND_CHANCE
         else:
             wait = 0.0 if self._failures <= 1 else min(MAX_BACKOFF, BACKOFF * 2 ** (self._failures - 2))
-        self.state, self._deadline = LaneState.DOWN, now + wait
+        self.state, self._deadline = SlotState.DOWN, now + wait
         self._pool.look_settled()
         if convicted:
             log.error("a request is failed: a postprocess worker died each time that it was to make its text")
@@ -316,7 +316,7 @@ class Lane:
     def end(self) -> None:
         """For good; what it has not answered is made here."""
         self._collect()
-        self.state, self._failures, self._deadline = LaneState.DOWN, MAX_FAILURES, None
+        self.state, self._failures, self._deadline = SlotState.DOWN, MAX_FAILURES, None
         with self._pool.lock:
             self.shard.lost()
 
@@ -335,12 +335,12 @@ class TextPool:
         self.deliver = deliver
         self.recipes_fd = -1
         self._recipes = recipes
-        self._lanes = [Lane(index, self) for index in range(count)]
+        self._slots = [Slot(index, self) for index in range(count)]
         # Set once every worker was ready, or was given up for the time being.
         self.settled = threading.Event()
 
     def __repr__(self) -> str:
-        return f"<TextPool {self._lanes}>"
+        return f"<TextPool {self._slots}>"
 
     def open(self, request_id: int, checked: CheckedRequest, mailbox: Mailbox) -> MailboxText:
         """The text of a new request, which has a stage. Any thread."""
@@ -353,16 +353,16 @@ class TextPool:
             params.include_stop_str_in_output,
             params.min_tokens or 0,
         )
-        return Text(self._lanes[request_id % len(self._lanes)].shard, job, mailbox, checked.stage)
+        return Text(self._slots[request_id % len(self._slots)].shard, job, mailbox, checked.stage)
 
     def counters(self) -> dict[str, int]:
         """``postprocess_restarts``: workers that took the place of another. ``postprocess_here``: those that have none."""
-        restarts = sum(max(0, lane.starts - 1) for lane in self._lanes)
-        return {"postprocess_restarts": restarts, "postprocess_here": sum(lane.here for lane in self._lanes)}
+        restarts = sum(max(0, slot.starts - 1) for slot in self._slots)
+        return {"postprocess_restarts": restarts, "postprocess_here": sum(slot.here for slot in self._slots)}
 
     def pids(self) -> dict[str, int]:
         """Process ids of the workers that there are."""
-        return {f"postprocess{lane.index}": pid for lane in self._lanes if (pid := lane.pid) is not None}
+        return {f"postprocess{slot.index}": pid for slot in self._slots if (pid := slot.pid) is not None}
 
     # --- the dispatch thread
 
@@ -374,28 +374,28 @@ class TextPool:
             file.write(self._recipes)
         self._recipes = b""
         now = time.monotonic()
-        for lane in self._lanes:
-            lane.start(now)
+        for slot in self._slots:
+            slot.start(now)
 
     @property
     def fds(self) -> list[int]:
         """What wakes it, among the sources."""
-        return [fd for lane in self._lanes for fd in lane.fds]
+        return [fd for slot in self._slots for fd in slot.fds]
 
     @property
     def due(self) -> float | None:
         """When ``turn`` must be called although nothing is readable."""
-        return min((lane.due for lane in self._lanes if lane.due is not None), default=None)
+        return min((slot.due for slot in self._slots if slot.due is not None), default=None)
 
     def turn(self) -> None:
         """Feed what has arrived; start, kill and retry what is due."""
         now = time.monotonic()
-        for lane in self._lanes:
-            lane.turn(now)
+        for slot in self._slots:
+            slot.turn(now)
 
     def look_settled(self) -> None:
         """One more worker is ready, or has failed."""
-        if all(lane.state is LaneState.UP or lane.here for lane in self._lanes):
+        if all(slot.state is SlotState.UP or slot.here for slot in self._slots):
             self.settled.set()
 
     def close(self) -> None:
@@ -403,7 +403,7 @@ class TextPool:
         if self.recipes_fd < 0:
             return
         deadline = time.monotonic() + LAST_ANSWERS
-        while any(lane.shard.ending and not lane.here for lane in self._lanes):
+        while any(slot.shard.ending and not slot.here for slot in self._slots):
             self.turn()
             left = deadline - time.monotonic()
             if left <= 0:
@@ -411,9 +411,9 @@ class TextPool:
                 break
             due = self.due
             self._wait(left if due is None else max(0.0, min(left, due - time.monotonic())))
-        for lane in self._lanes:
-            lane.end()
-            lane.turn(time.monotonic())
+        for slot in self._slots:
+            slot.end()
+            slot.turn(time.monotonic())
         os.close(self.recipes_fd)
         self.recipes_fd = -1
         self.settled.set()
