@@ -7,11 +7,13 @@ Open MPI is that of this Python; how MPICH behaves is in docs/operations.md.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,7 +136,7 @@ class Started:
         if victim == "slotexec":
             return b"slotexec.py" in programs and b"janitor.py" not in programs
         if victim == "frontend":
-            return b"script.py" in programs[:2] and b"slot.py" in above
+            return b"slot.py" in above and b"slot.py" not in programs and b"headrace.worker" not in programs
         return b"slot.py" in programs and programs[programs.index(b"slot.py") + 1] == victim.removeprefix("slot").encode()
 
     def kill(self, victim: str) -> None:
@@ -205,6 +207,23 @@ def test_ranks_may_have_worlds_of_their_own(script):
     code, out, said = run(2, *script, "0", HEADRACE_LAUNCHER="spawn")
     assert (code, said) == (0, "")
     assert sorted(out.split("\n")) == ["", *["ranks 1"] * 2, *["tokens [2, 3, 4, 3]"] * 2]
+
+
+def test_the_service_runs_over_the_ranks_and_drains_at_a_sigterm():
+    """A51, with a request under way."""
+    serve = [*COMMAND, "serve", "--model", "smollm2-135m", "--runner", "echo", "--port", "0"]
+    with started(2, *serve) as job:
+        url = re.search(r"http://\S+:\d+", job.read_until("headrace: serving"))
+        assert url is not None
+        body = {"model": "smollm2-135m", "prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(f"{url[0]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=LONG) as answer:
+            assert answer.readline().startswith(b"data: ")
+            os.kill(job.pid("frontend"), signal.SIGTERM)
+            *_, last = (line for line in answer if line.strip())
+        assert last.strip() == b"data: [DONE]"
+        assert job.finish() == 0
+    assert not any("Traceback" in line for line in job.said)
 
 
 @pytest.mark.kill

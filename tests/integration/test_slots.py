@@ -80,7 +80,7 @@ def test_all_slots_exit_as_the_frontend_did(tmp_path, then, code):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_for_all_ranks_is_for_the_frontend(tmp_path, number):
-    """A33: a rank beside rank 0 that ended by itself would end the job, before the frontend could do so in order."""
+    """A33, A51: a rank beside rank 0 that ended by itself would end the job, before the frontend could do so in order."""
     with slots(tmp_path, 2, f"signal.signal({int(number)}, lambda *_: sys.exit(9))\nprint(1, flush=True)\n{SLEEP}") as ranks:
         frontend(ranks)
         assert ranks[0].stdout.readline() == "1\n"

@@ -35,9 +35,6 @@ SLOT = "HEADRACE_SLOT"
 
 #: what mpirun passes on to its processes, or its user sends it: for the frontend
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-#: of these, what ends a slot without a frontend, though not at once: mpirun sends it to all of them, and the frontend's end comes first
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-ENDING_GRACE = 5.0
 
 #: seconds from one look for the slot of rank 0 to the next; the first ones are shorter
 AGAIN = 0.5
@@ -83,16 +80,13 @@ class Signals:
         self.fd, write = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(write, False)
-        self.last = 0
         signal.set_wakeup_fd(write)
         for number in numbers:
             signal.signal(number, lambda number, frame: None)
 
     def read(self) -> list[int]:
         """Those that have come since the last call."""
-        came = list(os.read(self.fd, 256))
-        self.last = came[-1]
-        return came
+        return list(os.read(self.fd, 256))
 
 
 class Mpirun:
@@ -310,10 +304,8 @@ class Frontend:
 def serve(slot: Slot, frontend: Frontend | None, signals: Signals, mpirun: Mpirun) -> int:
     """The exit code of this slot."""
     began = time.monotonic()
-    pause, alone, leave_at, said = 0.02, 0, float("inf"), False
+    pause, alone, said = 0.02, 0, False
     while True:
-        if time.monotonic() >= leave_at:
-            return 128 + signals.last
         if slot.connection is None and not slot.connect():
             alone = 0 if mpirun.has_rank_0() else alone + 1
             if slot.was_connected or alone == LOOKS:
@@ -323,16 +315,20 @@ def serve(slot: Slot, frontend: Frontend | None, signals: Signals, mpirun: Mpiru
                 said = True
                 say(f"headrace: rank {slot.rank} waits for rank 0 to come to LLM(...)")
             pause = min(AGAIN, pause * 1.5)
-        timeout = min(leave_at - time.monotonic(), pause if slot.connection is None else leave_at)
-        ready = wait(timeout, signals.fd, *mpirun.fds, *slot.fds(), *(frontend.fds() if frontend is not None else ()))
+        ready = wait(
+            pause if slot.connection is None else float("inf"),
+            signals.fd,
+            *mpirun.fds,
+            *slot.fds(),
+            *(frontend.fds() if frontend is not None else ()),
+        )
         if not ready.isdisjoint(mpirun.fds):
             mpirun.clear_up()
             return EXIT_ORPHANED
         for number in signals.read() if signals.fd in ready else ():
+            # The others ignore it. mpirun sends it to all, the frontend may take its time, and needs them for that.
             if frontend is not None:
                 frontend.send(number)
-            elif number in ENDING:
-                leave_at = min(leave_at, time.monotonic() + ENDING_GRACE)
         if frontend is not None and frontend.pidfd in ready:
             slot.leave()
             return frontend.part()
