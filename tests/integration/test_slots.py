@@ -153,3 +153,16 @@ def test_a_frontend_that_cannot_be_started_is_told(tmp_path):
         out, _ = ranks[0].communicate(timeout=LONG)
         assert "HEADRACE_LAUNCHER=nonsense: it must be one of auto, spawn, external" in out
         assert ranks[0].returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["{script}", "a", "--debug", "--", "-x"], "['{script}', 'a', '--debug', '--', '-x']"), (["--", "-c", "{code}", "a"], "['-c', 'a']")],
+)
+def test_run_without_an_mpirun_is_python(tmp_path, arguments, said):
+    code = "import sys; print(sys.argv); sys.exit(6)"
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    filled = [word.format(script=script, code=code) for word in arguments]
+    done = subprocess.run([sys.executable, "-m", "headrace", "run", *filled], capture_output=True, text=True, timeout=LONG, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (6, said.format(script=script) + "\n", "")
