@@ -19,10 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.executor.launchers.mpi import OPENMPI_ENVIRONMENT, find_mpi
+from headrace.errors import StartupError
+from headrace.executor.launchers.job import Job
+from headrace.executor.launchers.mpi import OPENMPI_ENVIRONMENT, MpiLauncher, find_mpi
 from headrace.executor.session import VARIABLE
 from tests.chaos.processes import Marked
-from tests.integration.worlds import LONG
+from tests.integration.worlds import LONG, make
 
 #: seconds: an orphan of ours is allowed to live for 2 s, a busy machine may take as long again to show that it is gone
 SETTLE = 5.0
@@ -209,6 +211,19 @@ def test_ranks_may_have_worlds_of_their_own(script):
     assert sorted(out.split("\n")) == ["", *["ranks 1"] * 2, *["tokens [2, 3, 4, 3]"] * 2]
 
 
+class OneRank(MpiLauncher):
+    """Starts one rank, whatever is wanted: what ranks see whose mpi4py has loaded another MPI than started them."""
+
+    def launch(self, folder: Path, bootstrap: Path, ranks: int) -> Job:
+        return super().launch(folder, bootstrap, 1)
+
+
+def test_ranks_of_another_mpi_are_told_apart():
+    """A9"""
+    with pytest.raises(StartupError, match=r"rank 0 \(pid \d+\) failed to start: MPI says 1 ranks, not 2: mpi4py has loaded Open MPI"):
+        make(2, launcher=OneRank(find_mpi())).start()
+
+
 def test_the_service_runs_over_the_ranks_and_drains_at_a_sigterm():
     """A51, with a request under way."""
     serve = [*COMMAND, "serve", "--model", "smollm2-135m", "--runner", "echo", "--port", "0"]
@@ -245,7 +260,8 @@ def test_nothing_outlives_the_death_of_any_process(script, phase, victim, code):
         folders = os.listdir(os.environ[VARIABLE])
         assert len(folders) == 1
         job.kill(victim)
-        assert job.finish() == code
+        # Of a slot that is killed, mpirun and the frontend know at the same time, and the code is that of who is faster.
+        assert job.finish() in ((code, 7) if victim == "slot1" else (code,))
         left = job.marked.wait_gone(SETTLE)
         assert not left, job.marked.describe(left)
     assert os.listdir(os.environ[VARIABLE]) == []

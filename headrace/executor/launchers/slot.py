@@ -47,8 +47,8 @@ FAREWELL = 1.5
 
 #: exit code of a slot whose mpirun is gone
 EXIT_ORPHANED = 75
-#: of one that cannot do what it is there for
-EXIT_FAILED = 1
+#: of one whose rank 0 has left without a word: somebody must have killed it
+EXIT_RANK_0_KILLED = 128 + signal.SIGKILL
 
 PACKET = 1 << 16
 
@@ -308,8 +308,11 @@ def serve(slot: Slot, frontend: Frontend | None, signals: Signals, mpirun: Mpiru
     while True:
         if slot.connection is None and not slot.connect():
             alone = 0 if mpirun.has_rank_0() else alone + 1
-            if slot.was_connected or alone == LOOKS:
-                # Rank 0 has left, and its exit code is mpirun's.
+            if slot.was_connected:
+                # Nobody has said how the frontend ended.
+                return EXIT_RANK_0_KILLED
+            if alone == LOOKS:
+                # Rank 0 had left before we came, and its exit code is mpirun's.
                 return 0
             if not said and time.monotonic() - began > SAY_AFTER:
                 said = True
