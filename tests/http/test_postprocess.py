@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.http.sites import CHAT, COMPLETIONS, Site, chat, eventually, parse_events, read_until, site
+from tests.http.test_frontends import TOKENS, Several
+from tests.integration.worlds import Deaths
 
 pytestmark = pytest.mark.kill
 
@@ -73,3 +77,39 @@ def test_stops_and_choices_are_as_without_workers(texting: Site):
         assert [choice["index"] for choice in answer["choices"]] == list(range(1 + number))
         assert all(choice["text"] == plain[: plain.index(stop)] for choice in answer["choices"]), (plain, stop)
         assert all(choice["finish_reason"] == "stop" for choice in answer["choices"])
+
+
+def test_each_frontend_has_workers_of_its_own_and_none_outlives_it():
+    """A25, A28, A52: a frontend that is killed takes its worker with it; the streams of the other are whole, though its worker dies too."""
+    process = Several("--postprocess-workers", "1")
+    try:
+        before = process.frontends()
+        streams = process.each(max_tokens=TOKENS)
+        undisturbed = {number: stream.text() for number, stream in streams.items()}
+        streams = process.each(max_tokens=TOKENS)
+        workers = {number: worker_of(pid) for number, pid in before.items()}
+        deaths = Deaths({str(number): pid for number, pid in workers.items()})
+        os.kill(workers[1], signal.SIGKILL)
+        os.kill(before[2], signal.SIGKILL)
+        assert streams[1].text() == undisturbed[1]
+        assert b"[DONE]" not in streams[2].rest(), "what it had is lost with it"
+        assert deaths.survivors(5.0) == []
+        deaths.close()
+        assert worker_of(before[1]) != workers[1]
+    finally:
+        process.close()
+
+
+def worker_of(pid: int) -> int:
+    """The postprocess worker that is a child of this process, of whichever of its threads."""
+    found: list[int] = []
+
+    def look() -> bool:
+        # A thread, or a child that has just been killed, may be gone between two looks.
+        with contextlib.suppress(OSError):
+            children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+            found[:] = [int(child) for child in children if Path(f"/proc/{child}/comm").read_text() == "headrace:text0\n"]
+        return bool(found)
+
+    assert eventually(look)
+    return found[0]
