@@ -64,8 +64,8 @@ class Generation:
             service.metrics.resumed += 1
             return await self._follow(request, stream, number)
         service.refuse_while_draining()
-        body = await service.read_body(request)
-        running = await self._begin(begin, body, request_id(request))
+        async with service.bodies.read(request) as body:
+            running = await self._begin(begin, body, request_id(request))
         if running.streaming and running.resumable:
             stream = service.resumable.begin(lambda stream: self._make(stream, running))
             return await self._follow(request, stream, 0)

@@ -95,8 +95,8 @@ class Information:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize."""
-        body = await self._service.read_body(request)
-        return await self._service.in_thread(lambda: json_response(self._tokens(body)))
+        async with self._service.bodies.read(request) as body:
+            return await self._service.in_thread(lambda: json_response(self._tokens(body)))
 
     def _tokens(self, body: bytes) -> Tokens:
         prompts = self._service.prompts
@@ -124,8 +124,8 @@ class Information:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize."""
-        body = await self._service.read_body(request)
-        return await self._service.in_thread(lambda: json_response(self._text(body)))
+        async with self._service.bodies.read(request) as body:
+            return await self._service.in_thread(lambda: json_response(self._text(body)))
 
     def _text(self, body: bytes) -> Detokenized:
         request = decode_body(body, self._detokenize)
@@ -145,7 +145,8 @@ class Information:
 
     async def abort(self, request: web.Request) -> web.Response:
         """POST /abort."""
-        asked = await self._service.in_thread(decode_body, await self._service.read_body(request), self._abort)
+        async with self._service.bodies.read(request) as body:
+            asked = await self._service.in_thread(decode_body, body, self._abort)
         if asked.abort_all:
             self._service.gate.require(request, admin=True)
             return await self._aborted(request, self._service.live.abort_all(), asked)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from headrace.serve.bodies import Bodies
 from headrace.serve.connection import Connection
 from headrace.serve.control import Control
 from headrace.serve.documentation import documentation_routes
@@ -80,6 +81,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.prompts = Prompts(llm, settings, self.metrics)
+        self.bodies = Bodies(settings)
         self.live = LiveRequests()
         number = None if siblings is None else siblings.number
         self.resumable = ResumableStreams(settings.resume_grace, settings.resume_bytes, number)
@@ -165,25 +167,6 @@ class Service:
         if self.draining:
             raise ApiError(503, "the service is ending", code="shutting_down", retry_after=RETRY_AFTER)
 
-    async def read_body(self, request: web.Request) -> bytes:
-        """The body. Raises ApiError for what is no JSON by its type, too large, or too slow."""
-        if request.content_type != "application/json" and "Content-Type" in request.headers:
-            raise ApiError(
-                415, f"Content-Type: it must be application/json, not {request.content_type[:100]}", code="unsupported_media_type"
-            )
-        limit = self.settings.max_body_bytes
-        if request.content_length is not None and request.content_length > limit:
-            raise _too_large(limit)
-        try:
-            return await asyncio.wait_for(request.read(), self.settings.body_timeout)
-        except web.HTTPRequestEntityTooLarge:
-            raise _too_large(limit) from None
-        except asyncio.TimeoutError:
-            seconds = self.settings.body_timeout
-            raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout") from None
-        except web.RequestPayloadError:
-            raise ApiError(400, "the body cannot be read: its encoding is broken", code="invalid_body") from None
-
     def start_thread(self, call: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
         """Run what takes more than a millisecond."""
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
@@ -251,7 +234,3 @@ class Service:
             if now - since >= self.settings.write_timeout and connection.transport is not None:
                 self.metrics.stalled += 1
                 connection.transport.abort()
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes, the most that is allowed", code="body_too_large")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.serve.bodies import AT_ONCE
 from headrace.serve.run import tls_context
 from headrace.serve.settings import ServeSettings
 from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, chat, eventually, parse_events, read_until, site
@@ -92,6 +93,22 @@ def test_a_body_that_does_not_come(guarded: Site):
     connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\nContent-Length: 100\r\n\r\n{{".encode())
     assert read_until(connection, lambda data: b"}}" in data).startswith(b"HTTP/1.1 408")
     connection.close()
+
+
+def test_bodies_at_once_are_bounded(guarded: Site, monkeypatch: pytest.MonkeyPatch):
+    """A48, invariant 8: by the sizes that they say they have; who sends small ones is served."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\nContent-Length: 4096\r\n\r\n".encode()
+    monkeypatch.setattr(guarded.service.bodies, "_timeout", LONG)
+    connections = [socket.create_connection(("127.0.0.1", guarded.port), LONG) for _ in range(AT_ONCE)]
+    for connection in connections:
+        connection.sendall(head)
+    assert eventually(lambda: guarded.in_loop(lambda: guarded.service.bodies.reserved) == AT_ONCE * 4096)
+    refused = guarded.post(CHAT, chat(), KEYS)
+    for connection in connections:
+        connection.close()
+    assert refused.status == 503 and refused.error["code"] == "queue_full" and refused.headers["retry-after"]
+    assert eventually(lambda: guarded.in_loop(lambda: guarded.service.bodies.reserved) == 0)
+    assert guarded.post(CHAT, chat(), KEYS).status == 200
 
 
 def test_a_compressed_body(guarded: Site):
