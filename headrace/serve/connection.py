@@ -33,3 +33,7 @@ class Connection(RequestHandler):
         response = error_response(ApiError(status, fault, code="invalid_http"))
         response.force_close()
         return response
+
+    def log_exception(self, *arguments: object, **options: object) -> None:
+        """What goes wrong behind an answer, as the rest of a body whose encoding is broken: it is the client's, and needs no traceback."""
+        log.info("a connection was given up after its answer: %s", type(options.get("exc_info")).__name__)
