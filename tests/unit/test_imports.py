@@ -42,7 +42,9 @@ LAYERS = {
     "headrace.worker.postprocess": LEAVES | {"headrace.worker", "headrace.ipc", "headrace.text"},
     "headrace.executor": LEAVES | {"headrace.ipc"},
     "headrace.requests": LEAVES | {"headrace.executor", "headrace.text"},
-    "headrace.llm": LEAVES | {"headrace.requests", "headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"},
+    "headrace.operations": {"headrace.executor"},
+    "headrace.llm": LEAVES
+    | {"headrace.operations", "headrace.requests", "headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"},
     "headrace.progress": LEAVES,
     # `headrace` itself: the public names; doctor looks at what the executor and the engine would find.
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
