@@ -218,9 +218,9 @@ class LaneHub:
             if isinstance(received.message, Attach):
                 try:
                     self._admit(received.message)
-                except (HeadraceError, OSError, ValueError):
+                except (HeadraceError, OSError, ValueError) as error:
                     # Its fault, and it hears nothing.
-                    log.warning("process %d could not attach", received.message.pid, exc_info=True)
+                    log.warning("process %d could not attach: %s", received.message.pid, error)
 
     def _admit(self, message: Attach) -> None:
         from headrace.ipc.zmq_channel import connect_pair

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from headrace.executor.lifecycle import WorldState
 from headrace.executor.proxy import GenerationExecutorProxy
 from headrace.ipc.channel import Address, new_key
 from headrace.ipc.lanes import lane_of
-from headrace.ipc.messages import Connected
+from headrace.ipc.messages import Attach, Connected
+from headrace.ipc.zmq_channel import connect_pair, connect_served
 from headrace.llm import LLM
 from headrace.params import SamplingParams
+from tests.integration.test_pairing import cpu_seconds
 from tests.integration.test_postprocess import PROMPT, RECIPES, read, send, text_of
 from tests.integration.worlds import LONG, answer, completion, eventually, make, pids, shared_world, submit, world
 
@@ -184,10 +187,38 @@ def test_who_has_another_key_is_refused(owner, tmp_path):
     assert left(owner)
 
 
+@pytest.mark.parametrize(
+    ("pid", "news"), [(2**22 + 1, "ipc:///tmp/x"), (-1, "ipc:///tmp/x"), (os.getpid(), "tcp://"), (os.getpid(), "ipc:///" + "x" * 200)]
+)
+def test_who_asks_for_what_cannot_be_gets_nothing_and_the_others_do(owner, pid, news):
+    """Invariant 6: with the right key, as by another release."""
+    handle, name = read_handle(owner.attach_handle), f"odd{pid}{news[:10]}"
+    asking = connect_served(Address(channel="attach", endpoint=handle.endpoint, peer=name), handle.key)
+    try:
+        asking.notify(Attach(name, pid, news), LONG)
+    finally:
+        asking.close()
+    with attach(owner) as one:
+        assert list(owner.lanes().values()) == [os.getpid()]
+        assert completion(submit(one, [2], max_tokens=2)[0].result(LONG)).token_ids == answer([2], 2)
+    assert left(owner) and owner._dispatcher.hub.faults == 0
+
+
+def test_an_idle_world_that_is_shared_uses_less_than_a_hundredth_of_a_core(owner):
+    """A60, invariant 9: this process, which is two of those that share it, does nothing but wait."""
+    with attach(owner) as one:
+        submit(one, [1])[0].result(LONG)
+        processes, seconds = {*pids(owner).values(), owner._dispatcher.hub._janitor.pid, os.getpid()}, 3.0
+        before = {pid: cpu_seconds(pid) for pid in processes}
+        time.sleep(seconds)  # the time itself is what is measured
+        used = {pid: cpu_seconds(pid) - before[pid] for pid in processes}
+        assert sum(used.values()) < 0.01 * seconds + 0.01, used
+    assert left(owner)
+
+
 def test_a_stranger_in_the_place_of_rank_0_makes_the_start_fail(owner, monkeypatch):
     """A4, A9: with an error, instead of a wait for what never comes."""
     from headrace.executor.attachment import Attachment
-    from headrace.ipc.zmq_channel import connect_pair
 
     monkeypatch.setattr(attached, "ANSWER_PATIENCE", 0.3)
     strangers = []
