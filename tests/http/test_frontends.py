@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from headrace.errors import HeadraceError
+from headrace.serve.frontend import FrontendOrder
+from headrace.serve.frontends import Frontends
+from headrace.serve.settings import ServeSettings
 from tests.http.sites import LONG, chat, eventually, read_until
 from tests.http.test_ending import Process, text_of, unchunked
 from tests.integration.worlds import Deaths, alive
@@ -187,3 +194,19 @@ def test_a_second_signal_ends_all_at_once(start):
     for stream in streams.values():
         stream.rest()
     assert process.wait() == 130
+
+
+def test_frontends_that_do_not_start_end_the_service(monkeypatch, tmp_path):
+    """With a reason, instead of trying for ever."""
+    health = SimpleNamespace(alive=True, cause=None)
+    llm = SimpleNamespace(executor=SimpleNamespace(health=lambda: health))
+    order = FrontendOrder(os.getpid(), 0, tmp_path / "none", "127.0.0.1", 0, None, None, ServeSettings(), 1, 1, 1.0, 0)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    async def run() -> None:
+        places = Frontends(llm, order, 2)  # type: ignore[arg-type]
+        with pytest.raises(HeadraceError, match="does not start: it ended with code 1"):
+            await places.run(lambda: pytest.fail("none of them serves"))
+        assert all(place.process is None for place in places.places)
+
+    asyncio.run(run())
