@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.serve.service import Service
+from headrace.serve.assembly import make_service
 from headrace.serve.settings import ServeSettings
 from headrace.serve.siblings import Siblings
 
@@ -75,7 +75,7 @@ async def serve(
     def on_signal() -> None:
         (hurried if asked.is_set() else asked).set()
 
-    service = Service(llm, settings, siblings)
+    service = make_service(llm, settings, siblings)
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, on_signal)

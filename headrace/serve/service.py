@@ -17,12 +17,8 @@ from aiohttp import web
 
 from headrace.serve.bodies import Bodies
 from headrace.serve.connection import Connection
-from headrace.serve.control import Control
-from headrace.serve.documentation import documentation_routes
 from headrace.serve.errors import RETRY_AFTER, ApiError
 from headrace.serve.gate import Gate
-from headrace.serve.generation import Generation
-from headrace.serve.information import Information
 from headrace.serve.live import LiveRequests
 from headrace.serve.metrics import Metrics
 from headrace.serve.prompts import Prompts
@@ -31,7 +27,6 @@ from headrace.serve.routes import Route
 from headrace.serve.settings import ServeSettings
 from headrace.serve.siblings import Siblings
 from headrace.serve.sse import EventStream
-from headrace.serve.web_page import WebPage
 
 if TYPE_CHECKING:
     from aiohttp.web_protocol import RequestHandler
@@ -71,6 +66,7 @@ class Service:
 
     Attributes:
         siblings: other frontends of the same service; None: there are none.
+        routes: what it answers, put there before ``start``; see ``assembly``.
         dead: set when the world is gone for good, and another will not follow.
         draining: no new requests are taken.
     """
@@ -87,10 +83,7 @@ class Service:
         self.resumable = ResumableStreams(settings.resume_grace, settings.resume_bytes, number)
         self.draining = False
         self.dead = asyncio.Event()
-        page = WebPage(self)
-        self.routes: list[Route] = [*Generation(self).routes(), *Information(self).routes(), *Control(self).routes(), *page.routes()]
-        self.routes += documentation_routes(self.routes)
-        self.routes += page.file_routes()
+        self.routes: list[Route] = []
         self.gate = Gate(settings, self.metrics, lambda: self.draining)
         self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="headrace-prompts")
         self._slow_threads = ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="headrace-serve-slow")

@@ -15,6 +15,9 @@ from typing import Any
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+#: what SentencePiece has in the place of a space
+SPACE = "▁"
+
 
 class Detokenizer(ABC):
     """State of one request. Tables are shared by all requests; what is kept here is at most a few bytes of an unfinished character."""
@@ -191,3 +194,64 @@ def sentencepiece_rules(decoders: list[dict[str, Any]]) -> tuple[list[tuple[str,
         strip = (rest[2]["content"], rest[2]["start"])
         rest.pop(2)
     return (replacements, strip) if len(rest) == 2 else None
+
+
+class SentencePieceDetokenizer(Detokenizer):
+    """As SentencePiece decodes: every invalid byte becomes U+FFFD, and the space that encoding puts in front is taken off again."""
+
+    __slots__ = ("_bytes", "_piece_of", "_started", "_strip")
+
+    def __init__(self, piece_of: Callable[[int], str | bytes | None], strip: int) -> None:
+        """``piece_of``: text with ``SPACE`` for spaces, a byte, or None for ids that are no tokens. ``strip``: spaces in front that
+        are taken off, see ``_leading_spaces`` of the backend.
+        """
+        self._piece_of = piece_of
+        self._strip = strip
+        self._bytes = b""
+        #: whether the space in front was found, or any text
+        self._started = strip == 0
+
+    def feed(self, ids: Iterable[int]) -> str:
+        parts: list[str] = []
+        for piece in map(self._piece_of, ids):
+            if isinstance(piece, bytes):
+                self._bytes += piece
+            elif piece is not None:
+                if self._bytes:
+                    parts.append(self._characters(end=True))
+                parts.append(self._text(piece))
+        if self._bytes:
+            parts.append(self._characters(end=False))
+        return "".join(parts)
+
+    def flush(self) -> str:
+        return self._characters(end=True)
+
+    def _text(self, piece: str) -> str:
+        if not self._started and piece:
+            if piece.startswith(SPACE):
+                piece = piece[len(SPACE) :]
+                # Where only one is taken off, it is this; else more of them may follow, each in a piece of its own.
+                self._started = self._strip == 1 or bool(piece)
+            else:
+                self._started = True
+        return piece.replace(SPACE, " ")
+
+    def _characters(self, end: bool) -> str:
+        """Of the bytes so far; without ``end``, those of a character that may still become whole are kept."""
+        data, parts = self._bytes, []
+        while data:
+            try:
+                parts.append(data.decode())
+                data = b""
+            except UnicodeDecodeError as error:
+                parts.append(data[: error.start].decode())
+                data = data[error.start :]
+                if not end and error.reason == "unexpected end of data":
+                    break
+                parts.append("\ufffd")
+                data = data[1:]
+        self._bytes = data
+        text = "".join(parts)
+        self._started = self._started or bool(text)
+        return text

@@ -12,6 +12,7 @@ from headrace.text.detokenizer import (
     Detokenizer,
     MetaspaceDetokenizer,
     PieceDetokenizer,
+    SentencePieceDetokenizer,
     WholeDetokenizer,
 )
 
@@ -81,8 +82,6 @@ class SentencePieceRecipe(_Recipe, frozen=True, tag="sentencepiece"):
 
     def factory(self) -> Callable[[], Detokenizer]:
         """Called for each request; all share the table."""
-        from headrace.text.sentencepiece_backend import SentencePieceDetokenizer
-
         piece_of, strip = self.pieces.table().get, self.strip
         return lambda: SentencePieceDetokenizer(piece_of, strip)
 

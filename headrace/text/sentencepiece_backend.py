@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import ModelError
-from headrace.text.detokenizer import BYTE_TOKEN, Detokenizer
+from headrace.text.detokenizer import BYTE_TOKEN, SPACE
 from headrace.text.recipes import Pieces, Recipe, SentencePieceRecipe
 from headrace.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
-
-SPACE = "▁"
 
 #: what SentencePiece writes for a token that it has no text for
 UNKNOWN = " ⁇ "
@@ -34,65 +32,6 @@ class Added:
     special: bool
     strips_left: bool = False
     strips_right: bool = False
-
-
-class SentencePieceDetokenizer(Detokenizer):
-    """As SentencePiece decodes: every invalid byte becomes U+FFFD, and the space that encoding puts in front is taken off again."""
-
-    __slots__ = ("_bytes", "_piece_of", "_started", "_strip")
-
-    def __init__(self, piece_of: Callable[[int], str | bytes | None], strip: int) -> None:
-        """``piece_of``: text with ``SPACE`` for spaces, a byte, or None for ids that are no tokens. ``strip``: see ``_leading_spaces``."""
-        self._piece_of = piece_of
-        self._strip = strip
-        self._bytes = b""
-        #: whether the space in front was found, or any text
-        self._started = strip == 0
-
-    def feed(self, ids: Iterable[int]) -> str:
-        parts: list[str] = []
-        for piece in map(self._piece_of, ids):
-            if isinstance(piece, bytes):
-                self._bytes += piece
-            elif piece is not None:
-                if self._bytes:
-                    parts.append(self._characters(end=True))
-                parts.append(self._text(piece))
-        if self._bytes:
-            parts.append(self._characters(end=False))
-        return "".join(parts)
-
-    def flush(self) -> str:
-        return self._characters(end=True)
-
-    def _text(self, piece: str) -> str:
-        if not self._started and piece:
-            if piece.startswith(SPACE):
-                piece = piece[len(SPACE) :]
-                # Where only one is taken off, it is this; else more of them may follow, each in a piece of its own.
-                self._started = self._strip == 1 or bool(piece)
-            else:
-                self._started = True
-        return piece.replace(SPACE, " ")
-
-    def _characters(self, end: bool) -> str:
-        """Of the bytes so far; without ``end``, those of a character that may still become whole are kept."""
-        data, parts = self._bytes, []
-        while data:
-            try:
-                parts.append(data.decode())
-                data = b""
-            except UnicodeDecodeError as error:
-                parts.append(data[: error.start].decode())
-                data = data[error.start :]
-                if not end and error.reason == "unexpected end of data":
-                    break
-                parts.append("\ufffd")
-                data = data[1:]
-        self._bytes = data
-        text = "".join(parts)
-        self._started = self._started or bool(text)
-        return text
 
 
 class SentencePieceBackend:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace import LLM
 from headrace.config import EchoConfig
+from headrace.serve.assembly import make_service
 from headrace.serve.run import listen
 from headrace.serve.service import CONTROL_THREADS, SLOW_THREADS, DrainReport, Service
 from headrace.serve.settings import ServeSettings
@@ -73,7 +74,7 @@ class Site:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
-        service = Service(self._llm, self._settings, self._siblings)
+        service = make_service(self._llm, self._settings, self._siblings)
         try:
             await service.start(self._listener, self._tls)
             # All threads now, so that none that comes with a test's request is taken for a leak of the test.
