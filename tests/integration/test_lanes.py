@@ -188,7 +188,9 @@ def test_who_has_another_key_is_refused(owner, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pid", "news"), [(2**22 + 1, "ipc:///tmp/x"), (-1, "ipc:///tmp/x"), (os.getpid(), "tcp://"), (os.getpid(), "ipc:///" + "x" * 200)]
+    ("pid", "news"),
+    [(2**22 + 1, "ipc:///tmp/x"), (-1, "ipc:///tmp/x"), (os.getpid(), "tcp://"), (os.getpid(), "ipc:///" + "x" * 200)],
+    ids=["no process can have it", "no number of one", "no address", "an address that is too long"],
 )
 def test_who_asks_for_what_cannot_be_gets_nothing_and_the_others_do(owner, pid, news):
     """Invariant 6: with the right key, as by another release."""
