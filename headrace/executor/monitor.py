@@ -169,10 +169,12 @@ def _send(pidfd: int, number: signal.Signals) -> None:
 
 def _last_error(output: str) -> str:
     """The last line that looks like a Python exception, else the last with words in it, to append to a message. What mpiexec says about it,
-    between lines of dashes or behind its host and pid, is known better.
+    between lines of dashes, behind its host and pid or behind its name, is known better; it is told only where no rank has said anything.
     """
-    own = re.sub(r"^-{20,}$.*?^-{20,}$|^\[\S+:\d+\].*?$", "", output, flags=re.MULTILINE | re.DOTALL)
-    lines = [line.strip() for line in own.splitlines() if re.search(r"\w", line)]
+    own = re.sub(
+        r"^-{20,}$.*?^-{20,}$|^\[\S+:\d+\].*?$|^(?:prterun|mpiexec|mpirun|hydra\w*)\S*: .*?$", "", output, flags=re.MULTILINE | re.DOTALL
+    )
+    lines = [line.strip() for line in (own if re.search(r"\w", own) else output).splitlines() if re.search(r"\w", line)]
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b: ", line)]
     return f"; it wrote: {(errors or lines)[-1]}" if lines else ""
 

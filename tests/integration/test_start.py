@@ -135,7 +135,9 @@ def test_a_rank_that_exits_without_a_word_ends_the_start(early, tmp_path, monkey
     print(f"told after {took:.2f} s: {error}")
     assert (error.rank, error.exit_code) == (1, 3) and f"rank 1 (pid {error.pid}) exited with code 3" in str(error)
     if early:
-        assert str(error).endswith("it wrote: no licence for this machine")
+        # Open MPI 5.0's prterun now and then aborts by itself when a rank leaves while it connects, and may take with it what that wrote.
+        lost = "prterun: " in error.remote_cause and "Assertion" in error.remote_cause and "no licence" not in error.remote_cause
+        assert lost or str(error).endswith("it wrote: no licence for this machine")
     assert took < SOON and nothing_left(executor)
 
 
