@@ -225,6 +225,16 @@ def site(settings: ServeSettings | None = None, tls: Any = None, **options: Any)
             del llm
 
 
+def body_of(data: bytes) -> bytes:
+    """Of a chunked answer, perhaps cut off in the middle."""
+    rest, out = data.partition(b"\r\n\r\n")[2], b""
+    while b"\r\n" in rest:
+        size, _, rest = rest.partition(b"\r\n")
+        out += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return out
+
+
 @contextlib.contextmanager
 def attached_site(owner: LLM, settings: ServeSettings | None = None) -> Iterator[Site]:
     """Another frontend of the world of ``owner``."""

@@ -17,7 +17,7 @@ import pytest
 
 from headrace.executor.lifecycle import RestartPolicy
 from headrace.serve.settings import ServeSettings
-from tests.http.sites import CHAT, LONG, chat, eventually, parse_events, read_until, request_bytes, site
+from tests.http.sites import CHAT, LONG, body_of, chat, eventually, parse_events, read_until, request_bytes, site
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,7 +194,7 @@ def test_a_death_of_the_world_is_not_seen_by_clients():
         for head, stream in zip(heads, streams, strict=True):
             data = head + read_until(stream, lambda data: b"[DONE]" in data)
             stream.close()
-            assert text_of(unchunked(data)) == undisturbed
+            assert text_of(body_of(data)) == undisturbed
         assert made.metric("headrace_requests_restarts_total") == 1
         assert made.get("/health/ready").status == 200
 
@@ -217,15 +217,6 @@ def test_the_end_of_a_world_is_told_to_whoever_waits():
 
 def text_of(data: bytes) -> str:
     return "".join(choice["delta"].get("content", "") for event in parse_events(data) if event.data for choice in event.data["choices"])
-
-
-def unchunked(data: bytes) -> bytes:
-    rest, out = data.partition(b"\r\n\r\n")[2], b""
-    while b"\r\n" in rest:
-        size, _, rest = rest.partition(b"\r\n")
-        out += rest[: int(size, 16)]
-        rest = rest[int(size, 16) + 2 :]
-    return out
 
 
 def test_a_drain_waits_for_resumable_streams_too():

@@ -19,8 +19,8 @@ from headrace.errors import HeadraceError
 from headrace.serve.frontend import FrontendOrder
 from headrace.serve.frontends import Frontends
 from headrace.serve.settings import ServeSettings
-from tests.http.sites import LONG, chat, eventually, read_until
-from tests.http.test_ending import Process, text_of, unchunked
+from tests.http.sites import LONG, body_of, chat, eventually, read_until
+from tests.http.test_ending import Process, text_of
 from tests.integration.worlds import Deaths, alive
 
 pytestmark = pytest.mark.kill
@@ -49,7 +49,7 @@ class Stream:
         """What it said, to its end."""
         data = self.rest()
         assert data.count(b"[DONE]") == 1, data
-        return text_of(unchunked(data))
+        return text_of(body_of(data))
 
 
 class Several(Process):

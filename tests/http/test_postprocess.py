@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.sites import CHAT, COMPLETIONS, Site, chat, eventually, parse_events, read_until, site
+from tests.http.sites import CHAT, COMPLETIONS, Site, body_of, chat, eventually, parse_events, read_until, site
 from tests.http.test_frontends import TOKENS, Several
 from tests.integration.worlds import Deaths
 
@@ -48,21 +48,9 @@ def test_streams_go_on_when_workers_die(texting: Site):
     for head, connection in zip(heads, connections, strict=True):
         with connection:
             data = head + read_until(connection, lambda data: data.endswith(b"0\r\n\r\n"))
-        assert text_of(parse_events(unchunked(data))) == expected
+        assert text_of(parse_events(body_of(data))) == expected
     assert texting.metric("headrace_requests_postprocess_restarts_total") >= 2
     assert texting.metric("headrace_requests_postprocess_here") == 0
-
-
-def unchunked(data: bytes) -> bytes:
-    """The body of an answer that came in chunks, or until the end."""
-    head, _, rest = data.partition(b"\r\n\r\n")
-    if b"chunked" not in head.lower():
-        return rest
-    body = b""
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return body
 
 
 def test_stops_and_choices_are_as_without_workers(texting: Site):

@@ -12,7 +12,7 @@ import pytest
 from headrace.serve.metrics import Family, over_all
 from headrace.serve.settings import ServeSettings
 from headrace.serve.siblings import Siblings
-from tests.http.sites import CHAT, Site, chat, echo_llm, eventually, parse_events, read_until
+from tests.http.sites import CHAT, Site, body_of, chat, echo_llm, eventually, parse_events, read_until
 
 KEY = {"Authorization": "Bearer mine"}
 ADMIN = {"Authorization": "Bearer boss"}
@@ -35,15 +35,6 @@ def pair() -> Iterator[list[Site]]:
 
 def begun(data: bytes) -> bool:
     return data.count(b"data: ") >= 3
-
-
-def body_of(data: bytes) -> bytes:
-    rest, out = data.partition(b"\r\n\r\n")[2], b""
-    while b"\r\n" in rest:
-        size, _, rest = rest.partition(b"\r\n")
-        out += rest[: int(size, 16)]
-        rest = rest[int(size, 16) + 2 :]
-    return out
 
 
 def test_a_request_is_ended_wherever_it_is(pair: list[Site]):

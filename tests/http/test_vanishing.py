@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.serve.settings import ServeSettings
-from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, chat, eventually, parse_events, read_until, request_bytes, site
+from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, body_of, chat, eventually, parse_events, read_until, request_bytes, site
 
 #: seconds within which a client that went away is noticed and its request cancelled
 NOTICED = 0.1
@@ -165,16 +165,6 @@ def test_ending_all_of_them_needs_the_admin_key(slow: Site):
 
 
 # --- streams that can be resumed
-
-
-def body_of(data: bytes) -> bytes:
-    """Of a chunked answer, perhaps cut off in the middle."""
-    rest, out = data.partition(b"\r\n\r\n")[2], b""
-    while b"\r\n" in rest:
-        size, _, rest = rest.partition(b"\r\n")
-        out += rest[: int(size, 16)]
-        rest = rest[int(size, 16) + 2 :]
-    return out
 
 
 def whole_events(data: bytes) -> list:
