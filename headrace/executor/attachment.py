@@ -9,6 +9,7 @@ news channel, and in which order:
     owner          LaneOrdered                  the world has been told to connect them; what follows comes on them: greeting, LaneReady
     owner          WorldLost                    then, unless it is final, LaneBound again, with other channels
     this process   WorldHung, Detach
+    both           AskTurn, YourTurn, TurnOver  who may try a suspect; see ``turns``
 """
 
 from __future__ import annotations
