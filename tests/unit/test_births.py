@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,9 +38,10 @@ def test_ranks_are_known_when_their_line_is_whole(births, tmp_path):
 
 def test_a_process_of_another_session_is_not_taken_for_a_rank(births, tmp_path, caplog):
     """What is taken for a rank is killed with the world."""
-    say(tmp_path, f"0 1\n1 {os.getpid()}\n".encode())
-    assert births.read() == [(1, os.getpid())]
-    assert "process 1 says that it is rank 0" in caplog.text
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as stranger:
+        say(tmp_path, f"0 {stranger.pid}\n1 {os.getpid()}\n".encode())
+        assert births.read() == [(1, os.getpid())]
+        assert f"process {stranger.pid} says that it is rank 0" in caplog.text
 
 
 @pytest.mark.parametrize("line", [b"", b"0", b" 5", b"x 5", b"0 -5", b"0 5 6", b"-1 5", b"0 99999999999"])
