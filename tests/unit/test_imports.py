@@ -50,6 +50,7 @@ LAYERS = {
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
     "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.llm", "headrace.serve"},
     "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor"},
+    "headrace.bench": LEAVES | {"headrace.llm", "headrace.executor"},
     "headrace.cli._probes": LEAVES
     | {"headrace", "headrace.cli", "headrace.executor.launchers.mpi", "headrace.checkpoint", "headrace.engine.models"},
     # It drives executors of both kinds with what it reads from a file.
