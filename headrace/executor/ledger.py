@@ -143,6 +143,11 @@ class Ledger(Generic[H]):
         self._highest_id = last
         self.admitted += len(requests)
 
+    def going_on(self, request_id: int) -> H | None:
+        """Where a delta without an ending is to be delivered, if that is all there is to it; None: ``delta`` knows."""
+        entry = self._live.get(request_id)
+        return None if entry is None or entry.deaths or entry.phase is not Phase.SENT else entry.handle
+
     def delta(self, request_id: int, finish: FinishReason | None) -> tuple[H, FinishReason | None] | None:
         """A delta arrived: the handle to deliver it to and with which ending, or None when it is to be dropped."""
         entry = self._live.get(request_id)

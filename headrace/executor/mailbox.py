@@ -124,6 +124,7 @@ class Mailbox:
         "extras",
         "finish",
         "lock",
+        "plain",
         "readers",
         "stage",
         "stop_reason",
@@ -138,9 +139,11 @@ class Mailbox:
         # Only a stage that looks for stop strings runs on this side; it sees tokens before they count as arrived.
         self.stage = stage
         self.extras = extras
-        # Set before anything arrives: the text is made elsewhere, and the ending waits for it. Then None again: the two hold one another,
-        # and what a request leaves must not wait for a collection.
+        # See ``make_elsewhere``; the ending waits for the text. Then None again: the two hold one another, and what a request leaves must
+        # not wait for a collection.
         self.elsewhere: TextElsewhere | None = None
+        # Whether tokens of a request that goes on are only put to the unread ones.
+        self.plain = stage is None and extras is None
         self.token_ids: list[int] = []  # fed to the stage, here or elsewhere, and held back by it
         self.unread_tokens: list[int] = []
         self.unread_text: list[str] = []
@@ -148,6 +151,10 @@ class Mailbox:
         self.finish: FinishReason | None = None
         self.error: HeadraceError | None = None
         self.stop_reason: str | int | None = None
+
+    def make_elsewhere(self, elsewhere: TextElsewhere) -> None:
+        """Before anything arrives: the text is made there."""
+        self.elsewhere, self.plain = elsewhere, False
 
     @property
     def ended(self) -> bool:

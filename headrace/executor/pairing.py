@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from headrace.errors import ChannelError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import Admission, QueueLimits
-from headrace.executor.deltas import unpack
+from headrace.executor.deltas import FINISH_OF_CODE, unpack
 from headrace.executor.ledger import Cancelled, Ledger
 from headrace.executor.live import LiveRequest
 from headrace.executor.mailbox import Mailbox, Waiter, wake
@@ -47,32 +47,27 @@ class Pairing:
             return
         waiters: list[Waiter] = []
         stopped: list[int] = []
-        stop_reasons, errors = deltas.stop_reasons, deltas.errors
         ledger = self.ledger
         start = 0
         with self.lock:
-            for request_id, count, ending in zip(ids, counts, finish, strict=True):
+            for request_id, count, code in zip(ids, counts, finish, strict=True):
                 end = start + count
-                delivery = ledger.delta(request_id, ending)
-                if delivery is not None:
-                    live, finish_reason = delivery
-                    fresh = tokens[start:end]
-                    if live.history is not None:
-                        live.history.extend(fresh)
+                # What most tokens are, and so what the user process spends its time with: one more for a request that goes on, whose reader
+                # makes the text. It is spelled out, for each call less is a twentieth of the whole.
+                live = None if code else ledger.going_on(request_id)
+                if live is not None and (mailbox := live.mailbox).plain:
                     if live.waiting:
                         self._admitted(live)
-                    mailbox = live.mailbox
-                    if mailbox.extras is not None and not self._take_extras(request_id, mailbox, count, finish_reason, deltas):
-                        ended = True
-                    elif ending is None:
-                        ended = mailbox.deliver(fresh, None, None, None)
+                    if live.history is not None:
+                        live.history.extend(tokens[start:end])
+                    if count == 1:
+                        mailbox.unread_tokens.append(tokens[start])
                     else:
-                        ended = mailbox.deliver(fresh, finish_reason, stop_reasons.get(request_id), errors.get(request_id))
-                    if ended and self._ended_here(request_id, mailbox, finish_reason):
-                        stopped.append(request_id)
-                    # What was sent elsewhere is nothing to read yet.
-                    if mailbox.elsewhere is None or ended:
+                        mailbox.unread_tokens += tokens[start:end]
+                    if mailbox.readers.wait_any:
                         mailbox.take_waiters(waiters)
+                else:
+                    self._deliver_one(request_id, tokens[start:end], FINISH_OF_CODE[code], deltas, waiters, stopped)
                 start = end
             if stopped and self.outbox is not None:
                 self.outbox.put(*stopped)
@@ -80,6 +75,37 @@ class Pairing:
             if ready and ledger.may_resume:
                 self.resume()
         wake(waiters)
+
+    def _deliver_one(
+        self,
+        request_id: int,
+        fresh: list[int],
+        ending: FinishReason | None,
+        deltas: Deltas,
+        waiters: list[Waiter],
+        stopped: list[int],
+    ) -> None:
+        """Whatever a delta may be. Holds the lock."""
+        delivery = self.ledger.delta(request_id, ending)
+        if delivery is None:
+            return
+        live, finish = delivery
+        if live.history is not None:
+            live.history.extend(fresh)
+        if live.waiting:
+            self._admitted(live)
+        mailbox = live.mailbox
+        if mailbox.extras is not None and not self._take_extras(request_id, mailbox, len(fresh), finish, deltas):
+            ended = True
+        elif ending is None:
+            ended = mailbox.deliver(fresh, None, None, None)
+        else:
+            ended = mailbox.deliver(fresh, finish, deltas.stop_reasons.get(request_id), deltas.errors.get(request_id))
+        if ended and self._ended_here(request_id, mailbox, finish):
+            stopped.append(request_id)
+        # What was sent elsewhere is nothing to read yet.
+        if mailbox.elsewhere is None or ended:
+            mailbox.take_waiters(waiters)
 
     def texts_made(self, made: Iterable[Made]) -> None:
         """Texts of requests have come from where they are made: route them to their mailboxes."""

@@ -72,7 +72,7 @@ class GenerationResult:
             piecewise = stage is not None and (stage.finds_stops or request.streaming) and not request.params.use_beam_search
             if elsewhere is not None and piecewise:
                 mailbox = Mailbox(lock, self._readers, None, extras)
-                mailbox.elsewhere = elsewhere(request_id, checked, mailbox)
+                mailbox.make_elsewhere(elsewhere(request_id, checked, mailbox))
                 self._choices.append(Choice(mailbox, None))
             else:
                 self._choices.append(Choice(Mailbox(lock, self._readers, None if here else stage, extras), stage if here else None))

@@ -83,6 +83,17 @@ def test_a_finish_ends_a_request_once_and_a_second_one_is_late(phase, finish):
     assert ledger.late_deltas == 1 and ledger.outcomes == {outcome: 1} and ledger.balanced()
 
 
+@pytest.mark.parametrize("phase", ALL)
+def test_a_request_goes_on_while_it_is_sent_and_nothing_else_is_known_of_it(phase):
+    assert ledger_in(phase).going_on(ID) == ("handle" if phase is Phase.SENT else None)
+    ledger = ledger_in(Phase.SENT)
+    ledger.suspend(max_deaths=3)
+    assert list(ledger.resume()) == [(ID, "handle")]
+    assert ledger.going_on(ID) is None, "its first token absolves it, which only a delta does"
+    ledger.delta(ID, None)
+    assert ledger.going_on(ID) == "handle"
+
+
 @pytest.mark.parametrize("finish", [None, *FinishReason])
 def test_what_a_dead_world_still_said_of_a_held_request_is_late(finish):
     """A26: its tokens are made again."""
@@ -337,8 +348,13 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(request_id=ids, finish=st.sampled_from([None, *FinishReason]))
     def delta(self, request_id: int, finish: FinishReason | None) -> None:
+        before, direct = snapshot(self.ledger), self.ledger.going_on(request_id)
+        assert snapshot(self.ledger) == before
         got = self.ledger.delta(request_id, finish)
         phase = self.phase.get(request_id)
+        assert direct is None or phase is Phase.SENT
+        if direct is not None and finish is None:
+            assert got == (direct, None) and snapshot(self.ledger) == before, "a delta that goes on needs no more than its handle"
         if phase in (None, Phase.HELD):
             assert got is None
             self.dropped += 1

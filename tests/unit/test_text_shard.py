@@ -73,7 +73,7 @@ class Rig:
         self.texts: list[Text[Mailbox]] = []
         for job in jobs:
             box = mailbox()
-            box.elsewhere = text = Text(self.shard, job, box, stage_of(job))
+            box.make_elsewhere(text := Text(self.shard, job, box, stage_of(job)))
             self.texts.append(text)
         self.worker = Mortal(stage_of)
         self.under_way: deque[TextFeed] = deque()
