@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.bench.boundary.rows import Row
 from headrace.bench.records import RequestRecord
 from headrace.errors import HeadraceError
 from headrace.version import __version__
@@ -116,6 +117,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         command: the command line.
         settings: what it ran with, defaults included.
         engine: what the engine or the server said of itself.
+        runs: settings of a sweep; none of ``boundary``.
+        rows: what ``boundary`` has measured.
     """
 
     schema: int = SCHEMA
@@ -127,6 +130,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     engine: dict[str, Any] = {}
     runs: list[Run]
+    rows: list[Row] = []
 
 
 def this_machine() -> Machine:

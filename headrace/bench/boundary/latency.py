@@ -1,0 +1,100 @@
+"""What the boundary adds to the first token and to every step, against the same engine in the process of who wants the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.bench.boundary.children import Child
+from headrace.bench.boundary.rows import Budget, Row, alternate
+from headrace.bench.boundary.settings import Settings
+from headrace.bench.boundary.systems import System, prompts_for
+
+FIRST_TOKEN = Budget(1.0)  # ms
+
+#: seconds of rest before each request, so that every process that takes part has gone to sleep
+PAUSE = 0.002
+
+#: of the echo engine, for gaps between tokens: that of a small model
+STEP_TIME = 0.01
+GAP_STREAMS = 32
+
+
+def measure_first(headrace: System, baseline: System, direct: Child, settings: Settings, tell: Callable[[Row], None]) -> None:
+    """Requests of one token in an idle world: a thread that waits for the answer, and a stream in an event loop."""
+    prompt, count = prompts_for(1)[0], settings.answers
+    runs = alternate(
+        settings.repeats,
+        {
+            "in process": lambda: statistics.median(direct.ask("first_tokens", prompt=prompt, count=count, pause=PAUSE)),
+            "headrace, a thread": lambda: statistics.median(answers(headrace, prompt, count)),
+            "headrace, an event loop": lambda: statistics.median(asyncio.run(stream_answers(headrace, prompt, count))),
+            "baseline, a thread": lambda: statistics.median(answers(baseline, prompt, count)),
+            "baseline, an event loop": lambda: statistics.median(asyncio.run(stream_answers(baseline, prompt, count))),
+        },
+    )
+    alone = runs["in process"]
+    for reader in ("a thread", "an event loop"):
+        name = f"added time to first token, idle world, read by {reader}"
+        tell(Row(name, "ms", added(runs[f"headrace, {reader}"], alone), added(runs[f"baseline, {reader}"], alone), FIRST_TOKEN))
+
+
+def added(times: Sequence[float], alone: Sequence[float]) -> tuple[float, ...]:
+    """Milliseconds over those of the same repeat without the boundary."""
+    return tuple(1e3 * (ours - without) for ours, without in zip(times, alone, strict=True))
+
+
+def answers(system: System, prompt: list[int], count: int) -> list[float]:
+    """Seconds from submit to the answer, which is one token; one after the other."""
+    seconds = []
+    for _ in range(count):
+        time.sleep(PAUSE)
+        began = time.perf_counter()
+        system.whole(system.start([prompt], 1, False, None)[0])
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+async def stream_answers(system: System, prompt: list[int], count: int) -> list[float]:
+    """The same in an event loop, of a handle that streams."""
+    loop, seconds = asyncio.get_running_loop(), []
+    for _ in range(count):
+        await asyncio.sleep(PAUSE)
+        began = time.perf_counter()
+        await system.stream(system.start([prompt], 1, False, loop)[0])
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def measure_gaps(headrace: System, baseline: System, direct: Child, settings: Settings, tell: Callable[[Row], None]) -> None:
+    """Gaps between the tokens of streams side by side, where a step takes ``STEP_TIME``; the three engines were made with that."""
+    prompts, tokens = prompts_for(GAP_STREAMS), settings.gap_tokens
+    runs = alternate(
+        settings.repeats,
+        {
+            "in process": lambda: direct.ask("gaps", prompts=prompts, tokens=tokens, text=False),
+            "headrace": lambda: asyncio.run(gaps(headrace, prompts, tokens, False)),
+            "baseline": lambda: asyncio.run(gaps(baseline, prompts, tokens, False)),
+        },
+    )
+    for name, percent in (("median", 50), ("p99", 99)):
+        alone, ours, theirs = ([float(np.percentile(gap, percent)) for gap in runs[of]] for of in ("in process", "headrace", "baseline"))
+        what = f"added to the gap between tokens, {GAP_STREAMS} streams, steps of {1e3 * STEP_TIME:.0f} ms, {name}"
+        tell(Row(what, "ms", added(ours, alone), added(theirs, alone)))
+
+
+async def gaps(system: System, prompts: Sequence[list[int]], tokens: int, text: bool) -> list[float]:
+    """Seconds between the pieces that readers in one event loop get, of all streams together."""
+
+    async def read(handle: Any) -> list[float]:
+        times = [time.perf_counter() async for _ in handle]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    handles = system.start(prompts, tokens, text, asyncio.get_running_loop())
+    return [gap for stream in await asyncio.gather(*map(read, handles)) for gap in stream]

@@ -1,0 +1,60 @@
+"""``headrace bench boundary``: what the boundary costs, against the engine without it and against the common design."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from headrace.cli._options import DEFAULT_MODEL, add_debug_option, positive
+
+_DEFAULT_BATCHES = (1, 16, 64, 256, 1024)
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this subcommand of ``headrace bench``."""
+    parser = subcommands.add_parser(
+        "boundary",
+        help="what the boundary between the user process and the engine costs",
+        description="Measure the boundary with the echo engine behind it, alternating with the same engine in one process and with the "
+        "common design of such a boundary (a signed, pickled object for each request and step, a wake-up for each token). Each line gives "
+        "median and range of the repeats, the ratio of the same repeats, and whether its budget holds. Nothing else should run meanwhile.",
+    )
+    parser.add_argument("--only", action="append", metavar="PART", help="measure this part only; may be given several times: see the table")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="default: 5")
+    parser.add_argument(
+        "--batch",
+        type=_batches,
+        default=_DEFAULT_BATCHES,
+        metavar="N,N",
+        help=f"requests at once, for capacity and cost (default: {','.join(map(str, _DEFAULT_BATCHES))})",
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"whose tokenizer makes the texts (default: {DEFAULT_MODEL})")
+    parser.add_argument("--report", metavar="FILE", help="write everything there, as JSON")
+    add_debug_option(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 also where a budget does not hold: the table says so."""
+    from headrace.bench.boundary.rows import HEADING, line
+    from headrace.bench.boundary.run import PARTS, report
+    from headrace.bench.boundary.settings import MAX_BATCH, Settings
+    from headrace.bench.report import write_report
+
+    parts = arguments.only or PARTS
+    for part in parts:
+        if part not in PARTS:
+            arguments.parser.error(f"--only {part}: the parts are {', '.join(PARTS)}")
+    for batch in arguments.batch:
+        if batch > MAX_BATCH:
+            arguments.parser.error(f"--batch {batch}: at most {MAX_BATCH} requests run at once in the echo engine")
+    settings = Settings(repeats=arguments.repeats, batches=arguments.batch, model=arguments.model)
+    print(HEADING, flush=True)
+    done = report(settings, parts, sys.argv, lambda row: print(line(row), flush=True))
+    if arguments.report is not None:
+        write_report(arguments.report, done)
+    return 0
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return tuple(sorted({positive(part) for part in text.split(",")}))

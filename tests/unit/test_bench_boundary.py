@@ -1,0 +1,163 @@
+"""Arithmetic of ``headrace bench boundary``: fits, ratios, budgets, and in which order what is compared runs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from headrace.bench.boundary import capacity, clocks
+from headrace.bench.boundary.latency import added
+from headrace.bench.boundary.rows import Budget, Row, alternate, figure, line, spread
+from headrace.bench.boundary.settings import Settings
+from headrace.bench.boundary.systems import Work
+from headrace.bench.report import Report, read_report, this_machine, write_report
+from headrace.cli import main
+
+
+def test_costs_of_steps_and_tokens_are_found_again():
+    step, token = capacity.fit([1, 16, 256, 1024], [40 + 3 * batch for batch in (1, 16, 256, 1024)])
+    assert step == pytest.approx(40) and token == pytest.approx(3)
+
+
+def test_an_error_of_a_large_step_does_not_drown_the_small_ones():
+    """10 % of the largest cost is eight times the whole cost of the smallest step."""
+    step, _ = capacity.fit([1, 16, 256, 1024], [43, 88, 808, 1.1 * 3112])
+    assert step == pytest.approx(40, rel=0.1)
+
+
+def test_cost_rows_are_per_repeat_in_microseconds():
+    rows: list[Row] = []
+    # Of batch 10 a step costs 30 us here and 12 us there; of batch 20 it is 50 and 22 us: 10 + 2 and 2 + 1 for each token.
+    works = {10: [Work(1000, 10, 1.0, 100 * 30e-6, 100 * 12e-6)] * 2, 20: [Work(2000, 20, 1.0, 100 * 50e-6, 100 * 22e-6)] * 2}
+    capacity.cost_rows("streams, token ids", works, rows.append)
+    found = {row.name: row.values for row in rows}
+    assert found == {
+        "CPU of the user process, streams, token ids, each step": pytest.approx((10, 10)),
+        "CPU of the user process, streams, token ids, each token": pytest.approx((2, 2)),
+        "CPU of rank 0, streams, token ids, each step": pytest.approx((2, 2)),
+        "CPU of rank 0, streams, token ids, each token": pytest.approx((1, 1)),
+    }
+
+
+def test_capacity_goes_by_cpu_time_and_the_rate_by_the_clock():
+    rows: list[Row] = []
+    capacity.rate_rows("whole answers, text", 256, True, [Work(1000, 1, 0.5, 0.002, 0.1)], [Work(100, 1, 0.5, 0.01, 0.1)], rows.append)
+    assert [(row.values, row.baseline, row.ratios) for row in rows] == [((500_000,), (10_000,), [50]), ((2000,), (200,), [10])]
+    assert [row.verdict for row in rows] == ["holds", ""]
+
+
+@pytest.mark.parametrize(("tokens", "batch", "steps"), [(80_000, 1, 1000), (80_000, 256, 312), (80_000, 1024, 78), (8_000, 1024, 20)])
+def test_runs_are_neither_endless_nor_all_start(tokens, batch, steps):
+    assert capacity.steps_for(tokens, batch) == steps
+
+
+def test_what_is_compared_runs_in_turn_and_in_both_orders():
+    order: list[str] = []
+    measures = {name: lambda name=name: (order.append(name), len(order))[1] for name in "abc"}
+    assert alternate(3, measures) == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
+    assert "".join(order) == "abccbaabc"
+
+
+def test_what_is_added_is_the_difference_within_a_repeat():
+    assert added([0.003, 0.005], [0.001, 0.002]) == pytest.approx((2.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("budget", "values", "verdict"),
+    [
+        (Budget(1.0), (0.9, 1.0, 9.0), "holds"),
+        (Budget(1.0), (0.9, 1.1, 9.0), "does not hold"),
+        (Budget(10, "at least"), (1, 10, 11), "holds"),
+        (Budget(10, "at least"), (1, 9, 11), "does not hold"),
+        (Budget(10, "at least"), (), "not measured"),
+        (None, (1,), ""),
+    ],
+)
+def test_the_median_is_held_to_the_budget(budget, values, verdict):
+    assert Row("", "ms", values, budget=budget).verdict == verdict
+
+
+def test_ratios_are_taken_repeat_by_repeat():
+    row = Row("a thing", "ms", (2.0, 6.0), (1.0, 2.0), Budget(1.0), "a note")
+    assert row.ratios == [2.0, 3.0]
+    assert (
+        line(row)
+        == "| a thing (a note) | 4.00 (2.00 - 6.00) ms | 1.50 (1.00 - 2.00) | 2.50 (2.00 - 3.00) | at most 1.00 ms | does not hold |"
+    )
+
+
+SHOWN = {1234567.8: "1,234,568", 99.96: "100.0", 12.345: "12.3", 1.2345: "1.23", 0.01234: "0.012"}
+
+
+@pytest.mark.parametrize(("value", "shown"), SHOWN.items())
+def test_figures_have_three_digits(value, shown):
+    assert figure(value) == shown
+
+
+def test_one_value_has_no_spread():
+    assert spread([2.0]) == "2.00"
+
+
+def test_the_cpu_clock_of_a_process_is_its_own():
+    """Read as if it were another process, ours never runs back and counts what this thread has done."""
+    here, before = time.thread_time(), clocks.cpu_seconds(os.getpid())
+    while time.thread_time() - here < 0.005:
+        sum(range(1000))
+    assert clocks.cpu_seconds(os.getpid()) - before >= 0.005
+
+
+def test_the_clock_of_a_process_that_is_gone_is_an_error():
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with pytest.raises(OSError):
+        clocks.cpu_seconds(pid)
+
+
+def test_rows_come_back_from_a_report(tmp_path):
+    rows = [Row("a", "ms", (1.0, 2.0), (3.0, 4.0), Budget(1.5)), Row("b", "", (), note="no such model")]
+    report = Report(kind="boundary", date="2026-01-01T00:00:00+00:00", machine=this_machine(), command=[], settings={}, runs=[], rows=rows)
+    write_report(tmp_path / "report.json", report)
+    assert read_report(tmp_path / "report.json").rows == rows
+
+
+def test_the_default_run_measures_the_batch_that_has_a_budget():
+    assert capacity.JUDGED_BATCH in Settings().batches
+
+
+def test_the_command_prints_and_writes_each_row(tmp_path, capsys, monkeypatch):
+    rows = [Row("a", "ms", (1.0, 2.0)), Row("b", "us", (3.0, 4.0), budget=Budget(9))]
+    asked = []
+
+    def measure(settings, parts, tell):
+        asked.append((settings.repeats, settings.batches, settings.model, list(parts)))
+        for row in rows:
+            tell(row)
+
+    monkeypatch.setattr("headrace.bench.boundary.run.measure", measure)
+    path = tmp_path / "report.json"
+    arguments = ["--only", "submit", "--repeats", "3", "--batch", "16,4,16", "--model", "echo", "--report", str(path)]
+    assert main(["bench", "boundary", *arguments]) == 0
+    assert asked == [(3, (4, 16), "echo", ["submit"])]
+    assert capsys.readouterr().out.splitlines()[2:] == [line(row) for row in rows]
+    report = read_report(path)
+    assert report.rows == rows and report.settings["parts"] == ["submit"] and report.settings["batches"] == [4, 16]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--only", "nothing"], "--only nothing: the parts are latency"),
+        (["--batch", "1,2000"], "--batch 2000: at most 1024 requests"),
+        (["--batch", "0"], "0 is not at least 1"),
+        (["--repeats", "0"], "0 is not at least 1"),
+    ],
+)
+def test_bad_usage_is_refused(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "boundary", *arguments])
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
