@@ -1,4 +1,4 @@
-"""Datasets, what a benchmark sends: JSON Lines with the fields: ``task_id``, ``prompt`` or ``input_ids``, ``output_tokens``."""
+"""Datasets, what a benchmark sends: JSON Lines with trtllm-bench's fields ``task_id``, ``prompt`` or ``input_ids``, ``output_tokens``."""
 
 from __future__ import annotations
 

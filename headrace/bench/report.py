@@ -59,7 +59,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         duration: seconds from the first request sent until the last one ended.
         completed, failed: requests.
         total_input_tokens, total_output_tokens: of the completed ones.
-        max_output_tokens_per_s: output tokens of the second with the most of them.
+        max_output_tokens_per_s: output tokens of the second with the most of them; None without streaming, or in less than a second.
         max_concurrent_requests: most that were under way at one instant.
         request_throughput: completed / duration.
         output_throughput: total_output_tokens / duration.
@@ -84,7 +84,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     total_input_tokens: int = 0
     total_output_tokens: int = 0
-    max_output_tokens_per_s: float = 0.0
+    max_output_tokens_per_s: float | None = None
     max_concurrent_requests: int = 0
     request_throughput: float = 0.0
     output_throughput: float = 0.0

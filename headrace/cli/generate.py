@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import time
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from headrace.cli._interrupts import run_until_interrupted
 from headrace.cli._options import add_debug_option, add_model_options, add_sampling_options, llm_arguments, sampling_params
 from headrace.cli._prompts import read_prompts
 from headrace.errors import RequestError
@@ -70,39 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         chat = bool(llm.tokenizer.chat_template) if arguments.chat is None else arguments.chat
         printer = Printer(prompts, arguments.stream, arguments.json)
         job = Job(llm, params, chat, printer)
-        _run_until_interrupted(job.answer(prompts, bar=len(prompts) > 1 and not arguments.stream))
+        run_until_interrupted(job.answer(prompts, bar=len(prompts) > 1 and not arguments.stream))
     print(job.summary(), file=sys.stderr)
     return 1 if job.refused else 0
-
-
-def _run_until_interrupted(work: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, where an interrupt cancels ``work`` and is raised when that has ended; a second one is raised where it hits.
-
-    From Python 3.11 on asyncio.run does that by itself; 3.10 raises the first in whatever task runs, and then complains about that.
-    """
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        task = asyncio.ensure_future(work)
-
-        def interrupt(number: int, frame: object) -> None:
-            # A write to a pipe that nobody reads goes on after this one.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            loop.call_soon_threadsafe(task.cancel)
-
-        before = signal.getsignal(signal.SIGINT)
-        # Where interrupts are ignored, as by nohup and in the background of a shell, they stay so.
-        if before is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, interrupt)
-        try:
-            await task
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    try:
-        asyncio.run(main())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
 
 
 class Job:

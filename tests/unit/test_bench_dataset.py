@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.bench import dataset
@@ -44,6 +44,7 @@ samples = st.builds(
 
 
 @given(st.lists(samples, min_size=1, max_size=5, unique_by=lambda sample: sample.task_id))
+@settings(max_examples=30)
 def test_every_dataset_survives_the_file(tmp_path_factory, many):
     file = io.BytesIO()
     write_jsonl(file, many)

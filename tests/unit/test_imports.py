@@ -48,10 +48,11 @@ LAYERS = {
     "headrace.progress": LEAVES,
     # `headrace` itself: the public names; doctor looks at what the executor and the engine would find.
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
+    # Datasets are prepared without a world.
+    "headrace.cli.bench": LEAVES | {"headrace.cli", "headrace.llm", "headrace.bench", "headrace.text", "headrace.checkpoint"},
     "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.llm", "headrace.serve"},
-    "headrace.cli.bench": LEAVES | {"headrace.cli", "headrace.bench"},
     "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor"},
-    "headrace.bench": LEAVES | {"headrace.llm", "headrace.executor"},
+    "headrace.bench": LEAVES | {"headrace.llm", "headrace.requests", "headrace.executor"},
     # It also runs engines without the boundary, in children of its own, which die with it as ranks do.
     "headrace.bench.boundary": LEAVES
     | {

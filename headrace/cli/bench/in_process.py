@@ -1,0 +1,124 @@
+"""What throughput and latency share: a sweep over an ``LLM`` of this process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+from typing import TYPE_CHECKING, Any
+
+from headrace.cli._interrupts import run_until_interrupted
+from headrace.cli._options import add_debug_option, add_model_options, llm_arguments
+from headrace.cli.bench import options
+from headrace.errors import RequestError
+from headrace.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.bench.dataset import Sample
+    from headrace.bench.report import Kind, Run
+    from headrace.llm import LLM
+
+#: nothing is refused for its number: what is measured is all that was asked for
+NO_LIMIT = 2**62
+
+
+def add_options(parser: argparse.ArgumentParser, concurrency: tuple[int | None, ...]) -> None:
+    """All options but ``streaming``; ``concurrency``: the default."""
+    add_model_options(parser)
+    options.add_dataset_options(parser)
+    options.add_load_options(parser, concurrency)
+    group = parser.add_argument_group("generation")
+    group.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="generate exactly as many tokens as asked (default: yes)"
+    )
+    group.add_argument("--detokenize", action=argparse.BooleanOptionalAction, default=True, help="make texts as well (default: yes)")
+    group.add_argument("--temperature", type=float, metavar="T", help="default: the most likely token is always taken")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample among the tokens that make up the share P of the probability")
+    group.add_argument("--min-p", type=float, metavar="P", help="sample among tokens of at least this share of the greatest probability")
+    group.add_argument(
+        "--postprocess-workers", type=options.count, default=0, metavar="N", help="processes that make the texts (default: 0)"
+    )
+    options.add_report_options(parser)
+    add_debug_option(parser)
+
+
+def run(arguments: argparse.Namespace, kind: Kind, streaming: bool) -> int:
+    """Measure; 1 if a request failed."""
+    params = _params(arguments)
+    samples = options.file_samples(arguments)
+    date = options.now()
+    from headrace.llm import LLM
+
+    settings = llm_arguments(arguments) | {
+        "max_queued_requests": NO_LIMIT,
+        "max_queued_tokens": NO_LIMIT,
+        "postprocess_workers": arguments.postprocess_workers,
+    }
+    with LLM(**settings) as llm:
+        import msgspec
+
+        runs: list[Run] = []
+        run_until_interrupted(_measure(arguments, llm, samples, params, kind, streaming, runs))
+        engine: dict[str, Any] = msgspec.to_builtins(llm.facts)
+    return options.finish(arguments, kind, date, engine, runs)
+
+
+async def _measure(
+    arguments: argparse.Namespace,
+    llm: LLM,
+    samples: list[Sample] | None,
+    params: SamplingParams,
+    kind: Kind,
+    streaming: bool,
+    runs: list[Run],
+) -> None:
+    """Fill ``runs``."""
+    import numpy as np
+
+    from headrace.bench.dataset import check_fit
+    from headrace.bench.llm_target import LLMTarget
+    from headrace.bench.sweep import sweep
+    from headrace.bench.synthetic import id_samples, plain_ids, warmup_samples
+
+    def done(run: Run) -> None:
+        runs.append(run)
+        options.show(f"{kind.capitalize()} Benchmark Result", run)
+
+    facts = llm.facts
+    # Without a tokenizer it is the echo engine, whose end of sequence is 0.
+    vocabulary = plain_ids(llm.tokenizer, facts.vocab_size) if llm.requests.takes_text else range(1, facts.vocab_size)
+    # A generator each, so that the prompts are the same whatever else is asked for.
+    rng = np.random.default_rng((arguments.seed, 0))
+    samples = id_samples(*options.synthetic_lengths(arguments, rng), vocabulary, rng) if samples is None else _with_ids(samples, llm)
+    check_fit(samples, facts.vocab_size, facts.max_seq_len, arguments.dataset)
+    await sweep(
+        LLMTarget(llm, params, streaming),
+        samples,
+        options.load_of(arguments, streaming),
+        warmup=warmup_samples(samples, arguments.warmup, vocabulary, np.random.default_rng((arguments.seed, 1))),
+        # Every run has the same prompts: the second of a sweep would find all of them.
+        before_run=functools.partial(asyncio.to_thread, llm.reset_prefix_cache),
+        on_run=done,
+    )
+
+
+def _with_ids(samples: list[Sample], llm: LLM) -> list[Sample]:
+    """Texts are tokenised before anything is measured. Raises ModelError where there is no tokenizer."""
+    import msgspec
+
+    texts = [sample.prompt for sample in samples if sample.input_ids is None and sample.prompt is not None]
+    if not texts:
+        return samples
+    ids = iter(llm.tokenizer.encode_batch(texts))
+    return [sample if sample.input_ids is not None else msgspec.structs.replace(sample, input_ids=tuple(next(ids))) for sample in samples]
+
+
+def _params(arguments: argparse.Namespace) -> SamplingParams:
+    """For all requests, or an error of usage."""
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "detokenize")
+    parser: argparse.ArgumentParser = arguments.parser
+    try:
+        return SamplingParams(**{name: getattr(arguments, name) for name in names})
+    except RequestError as error:
+        parser.error(str(error))

@@ -1,0 +1,83 @@
+"""``headrace bench`` over real worlds with the echo engine: what its report says adds up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headrace.bench.dataset import read_jsonl
+from headrace.bench.report import read_report
+from headrace.checkpoint import resolve_model
+from headrace.cli import main
+from headrace.text import load_tokenizer
+
+
+@pytest.fixture
+def bench(capsys):
+    """The command in this process: exit code, standard output, standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["bench", *arguments])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def test_a_sweep_whose_report_adds_up(tmp_path, bench):
+    path = tmp_path / "report.json"
+    lengths = ("--num-requests", "12", "--input-len", "9", "--input-len-std", "3", "--output-len", "6", "--output-len-std", "2")
+    load = ("--concurrency", "1,4", "inf", "--goodput", "ttft:60000", "e2el:60000", "--seed", "7")
+    code, out, err = bench("throughput", "--model", "echo", *lengths, *load, "--streaming", "--report", str(path))
+    assert code == 0, err
+    report = read_report(path)
+    assert (report.kind, report.settings["seed"], report.engine["model"]) == ("throughput", 7, "echo")
+    assert [run.max_concurrency for run in report.runs] == [1, 4, None]
+    for run in report.runs:
+        records = run.records
+        assert (run.completed, run.failed, len(records)) == (12, 0, 12)
+        assert run.total_input_tokens == sum(record.prompt_tokens for record in records)
+        assert run.total_output_tokens == sum(record.output_tokens for record in records)
+        assert all(sum(tokens for _, tokens in record.events) == record.output_tokens for record in records)
+        assert all(record.finish_reason == "length" for record in records)
+        assert run.output_throughput == pytest.approx(run.total_output_tokens / run.duration)
+        assert run.request_goodput == pytest.approx(run.request_throughput)
+        assert run.max_concurrent_requests <= (run.max_concurrency or 12)
+        assert run.metrics["ttft_ms"].n == run.metrics["e2el_ms"].n == 12
+        assert run.metrics["itl_ms"].n == sum(len(record.events) - 1 for record in records)
+        assert run.metrics["ttft_ms"].max <= run.metrics["e2el_ms"].max
+    # The same seed, the same prompts: as many tokens in every run.
+    assert len({(run.total_input_tokens, run.total_output_tokens) for run in report.runs}) == 1
+    assert out.count("Throughput Benchmark Result") == 3
+    *_, heading, first, _, last = out.splitlines()
+    assert heading.startswith("Concurrency")
+    assert len(first) == len(last) == len(heading)
+
+
+def test_a_dataset_is_prepared_and_measured_with_exactly_its_lengths(tmp_path, bench):
+    path, report = tmp_path / "data.jsonl", tmp_path / "report.json"
+    lengths = ("--input-min", "3", "--input-max", "12", "--output-min", "1", "--output-max", "5")
+    code, _, err = bench(
+        "prepare-dataset", "token-unif-dist", "--text", "--num-requests", "6", *lengths, "--seed", "4", "--output", str(path)
+    )
+    assert code == 0, err
+    samples = read_jsonl(path)
+    encode = load_tokenizer(resolve_model("smollm2-135m")).encode
+    prompts = [encode(sample.prompt) for sample in samples]
+    assert len(samples) == 6
+    assert all(3 <= len(ids) <= 12 for ids in prompts)
+    code, _, err = bench("latency", "--runner", "echo", "--dataset", str(path), "--report", str(report), "--no-detokenize")
+    assert code == 0, err
+    (run,) = read_report(report).runs
+    assert [record.prompt_tokens for record in run.records] == [len(ids) for ids in prompts]
+    assert [record.output_tokens for record in run.records] == [sample.output_tokens for sample in samples]
+    assert (run.max_concurrency, run.max_concurrent_requests) == (1, 1)
+
+
+def test_what_cannot_be_measured_is_refused_by_line_and_limit(tmp_path, bench):
+    path = tmp_path / "data.jsonl"
+    lines = [{"task_id": 0, "input_ids": [5], "output_tokens": 1}, {"task_id": 1, "input_ids": [5000], "output_tokens": 1}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    code, out, err = bench("throughput", "--model", "echo", "--dataset", str(path))
+    assert (code, out) == (1, "")
+    assert err == f"headrace: error: {path}:2: `input_ids[0]` is 5000: the model's ids are 0 to 999\n"
