@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 
-from headrace.bench.dataset import read_jsonl
+import headrace.llm
+from headrace.bench.dataset import Sample, read_jsonl, write_jsonl
 from headrace.bench.report import read_report
 from headrace.checkpoint import resolve_model
 from headrace.cli import main
+from headrace.config import EchoConfig
+from headrace.llm import LLM
 from headrace.text import load_tokenizer
 
 
@@ -81,3 +85,24 @@ def test_what_cannot_be_measured_is_refused_by_line_and_limit(tmp_path, bench):
     code, out, err = bench("throughput", "--model", "echo", "--dataset", str(path))
     assert (code, out) == (1, "")
     assert err == f"headrace: error: {path}:2: `input_ids[0]` is 5000: the model's ids are 0 to 999\n"
+
+
+def test_a_request_that_fails_is_counted_and_the_others_are_measured(tmp_path, bench, monkeypatch):
+    monkeypatch.setattr(headrace.llm, "LLM", functools.partial(LLM, echo=EchoConfig(fail_token=500)))
+    path, report = tmp_path / "data.jsonl", tmp_path / "report.json"
+    with path.open("wb") as file:
+        write_jsonl(file, [Sample(task_id=number, input_ids=(number,), output_tokens=3) for number in (499, 500, 501)])
+    code, out, _ = bench("throughput", "--model", "echo", "--dataset", str(path), "--warmup", "0", "--report", str(report))
+    assert code == 1
+    (run,) = read_report(report).runs
+    assert (run.completed, run.failed, run.total_output_tokens) == (2, 1, 6)
+    assert run.errors == {"the prompt holds token 500": 1}
+    assert "1 failed: the prompt holds token 500" in out
+
+
+def test_a_world_that_dies_ends_the_benchmark(bench, monkeypatch):
+    """A23: nobody waits, and the exit code tells."""
+    monkeypatch.setattr(headrace.llm, "LLM", functools.partial(LLM, echo=EchoConfig(kill_rank=0, kill_step=20)))
+    code, out, err = bench("throughput", "--model", "echo", "--concurrency", "4", "inf", "--warmup", "0")
+    assert (code, out) == (3, "")
+    assert "rank 0" in err

@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace, kind: Kind, streaming: bool) -> int:
     params = _params(arguments)
     samples = options.file_samples(arguments)
     date = options.now()
+    import msgspec
+
     from headrace.llm import LLM
 
     settings = llm_arguments(arguments) | {
@@ -55,48 +57,58 @@ def run(arguments: argparse.Namespace, kind: Kind, streaming: bool) -> int:
         "max_queued_tokens": NO_LIMIT,
         "postprocess_workers": arguments.postprocess_workers,
     }
+    runs: list[Run] = []
     with LLM(**settings) as llm:
-        import msgspec
-
-        runs: list[Run] = []
-        run_until_interrupted(_measure(arguments, llm, samples, params, kind, streaming, runs))
+        samples, warmup = _samples(arguments, llm, samples)
+        run_until_interrupted(_measure(arguments, llm, samples, warmup, params, kind, streaming, runs))
         engine: dict[str, Any] = msgspec.to_builtins(llm.facts)
     return options.finish(arguments, kind, date, engine, runs)
+
+
+def _samples(arguments: argparse.Namespace, llm: LLM, samples: list[Sample] | None) -> tuple[list[Sample], list[Sample]]:
+    """What is measured, with ids, and what is run before. Raises DatasetError for what the model cannot run."""
+    import numpy as np
+
+    from headrace.bench.dataset import check_fit
+    from headrace.bench.synthetic import id_samples, plain_ids, warmup_samples
+
+    facts = llm.facts
+    # Without a tokenizer it is the echo engine, whose end of sequence is 0.
+    vocabulary = plain_ids(llm.tokenizer, facts.vocab_size) if llm.requests.takes_text else range(1, facts.vocab_size)
+    if samples is None:
+        rng = np.random.default_rng((arguments.seed, 0))
+        inputs, outputs = options.synthetic_lengths(arguments, rng)
+        samples = id_samples(inputs, outputs, vocabulary, rng)
+    else:
+        samples = _with_ids(samples, llm)
+    check_fit(samples, facts.vocab_size, facts.max_seq_len, arguments.dataset)
+    # A generator of its own: the prompts are the same whatever the warm-up is.
+    return samples, warmup_samples(samples, arguments.warmup, vocabulary, np.random.default_rng((arguments.seed, 1)))
 
 
 async def _measure(
     arguments: argparse.Namespace,
     llm: LLM,
-    samples: list[Sample] | None,
+    samples: list[Sample],
+    warmup: list[Sample],
     params: SamplingParams,
     kind: Kind,
     streaming: bool,
     runs: list[Run],
 ) -> None:
     """Fill ``runs``."""
-    import numpy as np
-
-    from headrace.bench.dataset import check_fit
     from headrace.bench.llm_target import LLMTarget
     from headrace.bench.sweep import sweep
-    from headrace.bench.synthetic import id_samples, plain_ids, warmup_samples
 
     def done(run: Run) -> None:
         runs.append(run)
         options.show(f"{kind.capitalize()} Benchmark Result", run)
 
-    facts = llm.facts
-    # Without a tokenizer it is the echo engine, whose end of sequence is 0.
-    vocabulary = plain_ids(llm.tokenizer, facts.vocab_size) if llm.requests.takes_text else range(1, facts.vocab_size)
-    # A generator each, so that the prompts are the same whatever else is asked for.
-    rng = np.random.default_rng((arguments.seed, 0))
-    samples = id_samples(*options.synthetic_lengths(arguments, rng), vocabulary, rng) if samples is None else _with_ids(samples, llm)
-    check_fit(samples, facts.vocab_size, facts.max_seq_len, arguments.dataset)
     await sweep(
         LLMTarget(llm, params, streaming),
         samples,
         options.load_of(arguments, streaming),
-        warmup=warmup_samples(samples, arguments.warmup, vocabulary, np.random.default_rng((arguments.seed, 1))),
+        warmup=warmup,
         # Every run has the same prompts: the second of a sweep would find all of them.
         before_run=functools.partial(asyncio.to_thread, llm.reset_prefix_cache),
         on_run=done,

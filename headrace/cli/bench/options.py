@@ -83,6 +83,8 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-requests",
+        "--num-prompts",
+        dest="num_requests",
         type=positive,
         metavar="N",
         help=f"the first N of the dataset (all), or N random ones ({DEFAULT_REQUESTS})",
@@ -143,7 +145,7 @@ def add_load_options(parser: argparse.ArgumentParser, concurrency: tuple[int | N
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """What ``finish`` reads."""
     group = parser.add_argument_group("report")
-    group.add_argument("--report", metavar="FILE", help="write all figures as JSON")
+    group.add_argument("--report", "--report-json", "--output-json", dest="report", metavar="FILE", help="write all figures as JSON")
     group.add_argument("--no-records", action="store_true", help="leave the times of single requests out of it")
 
 

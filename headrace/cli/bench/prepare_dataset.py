@@ -22,6 +22,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="write a dataset, of random tokens or words or from ShareGPT",
         description="Write a dataset as JSON Lines, of random tokens or words or from ShareGPT, with exact lengths in the model's tokens.",
     )
+    _add_common(parser, default=True)
     sources = parser.add_subparsers(metavar="SOURCE", required=True)
     normal = _source(sources, "token-norm-dist", "random prompts, lengths from a normal distribution", _normal)
     uniform = _source(sources, "token-unif-dist", "random prompts, lengths from a uniform distribution", _uniform)
@@ -48,13 +49,24 @@ def _source(
     make: Callable[[argparse.Namespace, Any], list[Sample]],
 ) -> argparse.ArgumentParser:
     parser = sources.add_parser(name, help=what, description=f"A dataset of {what}.")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"whose tokens (default: {DEFAULT_MODEL}); echo: those of the echo engine")
-    parser.add_argument("--output", default="-", metavar="FILE", help="where to write (default: standard output)")
     parser.add_argument("--num-requests", type=positive, required=True, metavar="N", help="samples")
-    parser.add_argument("--seed", type=count, default=0, metavar="N", help="the same seed gives the same dataset (default: 0)")
+    _add_common(parser, default=False)
     add_debug_option(parser)
     parser.set_defaults(run=run, parser=parser, make=make)
     return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, default: bool) -> None:
+    """Options that may stand before the source, as trtllm-bench has them, or behind it. ``default``: whether theirs are set here."""
+
+    def of(value: Any) -> Any:
+        # What stands before the source is not to be overwritten by a default of what stands behind it.
+        return value if default else argparse.SUPPRESS
+
+    what = f"whose tokens (default: {DEFAULT_MODEL}); echo: those of the echo engine"
+    parser.add_argument("--model", default=of(DEFAULT_MODEL), help=what)
+    parser.add_argument("--output", default=of("-"), metavar="FILE", help="where to write (default: standard output)")
+    parser.add_argument("--seed", type=count, default=of(0), metavar="N", help="the same seed gives the same dataset (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
