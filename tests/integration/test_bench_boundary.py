@@ -10,14 +10,16 @@ import signal
 import msgspec
 import pytest
 
+from headrace.bench.boundary import capacity, frontends, latency, memory, submit, world
 from headrace.bench.boundary.baseline.frontend import BaselineFrontend
 from headrace.bench.boundary.children import Child, ChildError
 from headrace.bench.boundary.rows import Row
-from headrace.bench.boundary.run import PARTS
-from headrace.bench.boundary.run import report as make_report
+from headrace.bench.boundary.run import rig
 from headrace.bench.boundary.settings import Settings
+from headrace.bench.boundary.systems import whole_answers
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import echo_token
+from headrace.errors import HeadraceError
 from headrace.params import SamplingParams
 
 CONFIG = EngineConfig(model="echo", runner="echo", echo=EchoConfig())
@@ -76,15 +78,58 @@ def test_the_engine_in_a_child_runs_without_a_boundary():
             child.ask("nothing")
 
 
-def test_every_part_is_measured():
-    """All rows of all parts come out of one short run, are told at once, and are in the report."""
-    settings = Settings(repeats=2, batches=(1, 4), model="echo", tokens=200, answers=2, gap_tokens=3, burst=20)
-    told: list[Row] = []
-    report = make_report(settings, PARTS, [], told.append)
-    assert report.rows == told
-    assert report.kind == "boundary" and report.settings["parts"] == list(PARTS)
+@pytest.fixture
+def told() -> list[Row]:
+    return []
+
+
+TINY = Settings(repeats=2, batches=(1, 4), model="echo", tokens=200, answers=2, gap_tokens=3, burst=20, live_requests=4, idle_seconds=0.01)
+
+
+def test_what_needs_the_engine_three_times_is_measured(told):
+    """Every row beside the common design, of the same repeats."""
+    with rig(None) as three:
+        latency.measure_first(three.headrace, three.baseline, three.direct, TINY, told.append)
+        latency.measure_gaps(three.headrace, three.baseline, three.direct, TINY, told.append)
+        submit.measure(three.headrace, three.baseline, TINY, told.append)
+        capacity.measure(three.headrace, three.baseline, TINY, False, told.append)
+    alone = {row.name for row in told if not row.baseline}
     assert all(len(row.values) == 2 and len(row.baseline) in (0, 2) for row in told)
-    names = [row.name for row in told]
-    assert len(names) == len(set(names))
-    for what in ("added time to first token", "added to the gap", "submit of 20 prompts", "frontend capacity, streams", "CPU of rank 0"):
-        assert any(name.startswith(what) for name in names), what
+    assert len({row.name for row in told}) == len(told) == 2 + 2 + 1 + 2 * (2 * 2 + 4)
+    assert len(alone) == 8 and all(name.startswith("CPU of ") for name in alone)
+
+
+def test_an_answer_of_another_length_stops_the_measurement():
+    class Short:
+        world_pid = os.getpid()
+
+        def start(self, prompts, tokens, text, loop):
+            return [tokens - 1 for _ in prompts]
+
+        def whole(self, handle):
+            return handle
+
+    with pytest.raises(HeadraceError, match="18 tokens arrived where 20 were to come"):
+        whole_answers(Short(), 2, 10, False)
+
+
+def test_a_world_is_timed_and_watched(told):
+    world.measure_world(msgspec.structs.replace(TINY, repeats=1), told.append)
+    assert [row.unit for row in told] == ["s", "s", "% of one core"]
+    # This process, its janitor, mpiexec and two ranks; and the worker of the common design, if it is there.
+    assert told[2].name in [f"CPU of the {count} processes of an idle world" for count in (5, 6)]
+
+
+def test_memory_is_taken_on_both_sides():
+    assert set(memory.grow(4)) == {"user", "rank0"}
+
+
+def test_frontends_share_a_world(told):
+    frontends.measure(msgspec.structs.replace(TINY, repeats=1), told.append)
+    assert [row.name.partition(",")[0] for row in told] == [
+        "capacity of 1 frontend",
+        "rate seen of 1 frontend",
+        "capacity of 2 frontends",
+        "rate seen of 2 frontends",
+    ]
+    assert all(rate > 0 for row in told for rate in row.values)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
 import pytest
 
-from headrace.bench.boundary import capacity, clocks
-from headrace.bench.boundary.latency import added
+from headrace.bench.boundary import capacity, clocks, run
+from headrace.bench.boundary.decode import percent_over
+from headrace.bench.boundary.latency import added, token_gaps
 from headrace.bench.boundary.rows import Budget, Row, alternate, figure, line, spread
+from headrace.bench.boundary.run import PARTS, Rig
 from headrace.bench.boundary.settings import Settings
 from headrace.bench.boundary.systems import Work
 from headrace.bench.report import Report, read_report, this_machine, write_report
@@ -48,7 +51,7 @@ def test_capacity_goes_by_cpu_time_and_the_rate_by_the_clock():
     assert [row.verdict for row in rows] == ["holds", ""]
 
 
-@pytest.mark.parametrize(("tokens", "batch", "steps"), [(80_000, 1, 1000), (80_000, 256, 312), (80_000, 1024, 78), (8_000, 1024, 20)])
+@pytest.mark.parametrize(("tokens", "batch", "steps"), [(40_000, 1, 1000), (40_000, 256, 156), (40_000, 1024, 39), (4_000, 1024, 8)])
 def test_runs_are_neither_endless_nor_all_start(tokens, batch, steps):
     assert capacity.steps_for(tokens, batch) == steps
 
@@ -62,6 +65,23 @@ def test_what_is_compared_runs_in_turn_and_in_both_orders():
 
 def test_what_is_added_is_the_difference_within_a_repeat():
     assert added([0.003, 0.005], [0.001, 0.002]) == pytest.approx((2.0, 3.0))
+
+
+def test_a_share_is_what_is_on_top_of_the_step_alone():
+    assert percent_over([0.103, 0.2], [0.1, 0.25]) == pytest.approx((3.0, -20.0))
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "gaps"),
+    [
+        ([(1.0, 1), (1.5, 1), (1.6, 1)], [0.5, 0.1]),
+        ([(1.0, 1), (2.0, 4)], [0.25] * 4),
+        ([(1.0, 3), (2.0, 1), (2.5, 0)], [0.0, 0.0, 1.0]),
+        ([(1.0, 2)], [0.0]),
+    ],
+)
+def test_each_token_but_the_first_has_a_gap(arrivals, gaps):
+    assert token_gaps(arrivals) == pytest.approx(gaps)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +108,7 @@ def test_ratios_are_taken_repeat_by_repeat():
     )
 
 
-SHOWN = {1234567.8: "1,234,568", 99.96: "100.0", 12.345: "12.3", 1.2345: "1.23", 0.01234: "0.012"}
+SHOWN = {1234567.8: "1,234,568", 99.96: "100.0", 12.345: "12.3", 1.2345: "1.23", 0.01234: "0.012", 0.0: "0"}
 
 
 @pytest.mark.parametrize(("value", "shown"), SHOWN.items())
@@ -150,7 +170,7 @@ def test_the_command_prints_and_writes_each_row(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--only", "nothing"], "--only nothing: the parts are latency"),
+        (["--only", "nothing"], "--only nothing: the parts are world, latency"),
         (["--batch", "1,2000"], "--batch 2000: at most 1024 requests"),
         (["--batch", "0"], "0 is not at least 1"),
         (["--repeats", "0"], "0 is not at least 1"),
@@ -161,3 +181,64 @@ def test_bad_usage_is_refused(arguments, complaint, capsys):
         main(["bench", "boundary", *arguments])
     assert end.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parts", "called"),
+    [
+        (["submit"], ["rig 0.0", "submit"]),
+        (["frontends", "world"], ["world", "frontends"]),
+        (["latency"], ["rig 0.0", "first", "rig 0.01", "gaps"]),
+        (list(PARTS), ["world", "rig 0.0", "first", "submit", "capacity", "rig 0.01", "gaps", "frontends"]),
+    ],
+)
+def test_parts_are_measured_in_their_order_with_what_they_need(parts, called, monkeypatch):
+    """Without a model there is no decode step to measure."""
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def rig(tokenizer, step_time=0.0):
+        assert tokenizer is None
+        calls.append(f"rig {step_time}")
+        yield Rig(None, None, None)
+
+    monkeypatch.setattr(run, "rig", rig)
+    for module, function, name in (
+        (run.world, "measure", "world"),
+        (run.latency, "measure_first", "first"),
+        (run.latency, "measure_gaps", "gaps"),
+        (run.submit, "measure", "submit"),
+        (run.capacity, "measure", "capacity"),
+        (run.frontends, "measure", "frontends"),
+        (run.decode, "measure", "decode"),
+    ):
+        monkeypatch.setattr(module, function, lambda *arguments, name=name: calls.append(name))
+    run.measure(Settings(model="echo"), parts, lambda row: None)
+    assert calls == called
+
+
+def test_memory_is_told_for_a_thousand_requests(monkeypatch):
+    class Grown:
+        def __init__(self, module):
+            assert module == "headrace.bench.boundary.memory"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def ask(self, what, live):
+            return {"user": live * 1024, "rank0": live * 2048}
+
+    monkeypatch.setattr(run.world, "Child", Grown)
+    rows: list[Row] = []
+    run.world.measure_memory(Settings(repeats=2, live_requests=500), rows.append)
+    assert [row.values for row in rows] == [pytest.approx((1000 / 1024,) * 2), pytest.approx((2000 / 1024,) * 2)]
+
+
+def test_import_rows_name_what_is_pulled_in():
+    rows: list[Row] = []
+    run.world.measure_import(1, rows.append)
+    seconds, heavy = rows
+    assert seconds.values[0] > 0 and heavy.values == (0.0,) and heavy.verdict == "holds"

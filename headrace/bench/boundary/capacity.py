@@ -22,7 +22,7 @@ JUDGED_BATCH = 256
 CAPACITY = {False: Budget(1_000_000, "at least"), True: Budget(250_000, "at least")}
 
 #: steps of one run: few enough that batch 1 ends soon, enough that the start of a run is a small part of it
-MIN_STEPS, MAX_STEPS = 20, 1000
+MIN_STEPS, MAX_STEPS = 8, 1000
 
 FORMS = {"whole answers": whole_answers, "streams": streams}
 

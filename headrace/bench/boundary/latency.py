@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 from headrace.bench.boundary.children import Child
 from headrace.bench.boundary.rows import Budget, Row, alternate
 from headrace.bench.boundary.settings import Settings
-from headrace.bench.boundary.systems import System, prompts_for
+from headrace.bench.boundary.systems import System, prompts_for, read_stream
 
 FIRST_TOKEN = Budget(1.0)  # ms
 
@@ -67,7 +66,7 @@ async def stream_answers(system: System, prompt: list[int], count: int) -> list[
     for _ in range(count):
         await asyncio.sleep(PAUSE)
         began = time.perf_counter()
-        await system.stream(system.start([prompt], 1, False, loop)[0])
+        await read_stream(system, system.start([prompt], 1, False, loop)[0])
         seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -90,11 +89,26 @@ def measure_gaps(headrace: System, baseline: System, direct: Child, settings: Se
 
 
 async def gaps(system: System, prompts: Sequence[list[int]], tokens: int, text: bool) -> list[float]:
-    """Seconds between the pieces that readers in one event loop get, of all streams together."""
+    """Seconds between the tokens that readers in one event loop get, of all streams together."""
 
     async def read(handle: Any) -> list[float]:
-        times = [time.perf_counter() async for _ in handle]
-        return [after - before for before, after in itertools.pairwise(times)]
+        arrivals = [(time.perf_counter(), system.new_tokens(piece)) async for piece in handle]
+        return token_gaps(arrivals)
 
     handles = system.start(prompts, tokens, text, asyncio.get_running_loop())
     return [gap for stream in await asyncio.gather(*map(read, handles)) for gap in stream]
+
+
+def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
+    """One for each token but the first, from pieces of (when, tokens). What came at once shares the time since the piece before."""
+    result: list[float] = []
+    before: float | None = None
+    for when, count in arrivals:
+        if before is None:
+            result += [0.0] * (count - 1)
+        elif count:
+            result += [(when - before) / count] * count
+        else:
+            continue  # the ending, by itself
+        before = when
+    return result

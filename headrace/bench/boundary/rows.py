@@ -69,6 +69,8 @@ def alternate(repeats: int, measures: Mapping[str, Callable[[], Value]]) -> dict
 def figure(value: float) -> str:
     """Three digits, or all of an integer part that has more."""
     size = abs(value)
+    if not size:
+        return "0"
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
 
 

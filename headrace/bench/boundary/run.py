@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.bench.boundary import capacity, latency, submit
+from headrace.bench.boundary import capacity, decode, frontends, latency, submit, world
 from headrace.bench.boundary.baseline.frontend import BaselineFrontend
 from headrace.bench.boundary.children import Child
 from headrace.bench.boundary.rows import Row
@@ -24,7 +24,7 @@ from headrace.llm import LLM
 Tell = Callable[[Row], None]
 
 #: in the order in which they are measured
-PARTS = ("latency", "submit", "capacity")
+PARTS = ("world", "latency", "submit", "capacity", "frontends", "decode")
 
 
 class Rig(NamedTuple):
@@ -62,6 +62,8 @@ def rig(tokenizer: str | None, step_time: float = 0.0) -> Iterator[Rig]:
 def measure(settings: Settings, parts: Collection[str], tell: Tell) -> None:
     """Measure ``parts`` of ``PARTS``; ``tell`` gets each row as soon as there is one."""
     text = has_texts(settings.model)
+    if "world" in parts:
+        world.measure(settings, tell)
     if not {"latency", "submit", "capacity"}.isdisjoint(parts):
         with rig(settings.model if text else None) as fast:
             if "latency" in parts:
@@ -73,6 +75,10 @@ def measure(settings: Settings, parts: Collection[str], tell: Tell) -> None:
     if "latency" in parts:
         with rig(None, latency.STEP_TIME) as paced:
             latency.measure_gaps(paced.headrace, paced.baseline, paced.direct, settings, tell)
+    if "frontends" in parts:
+        frontends.measure(settings, tell)
+    if "decode" in parts and text:
+        decode.measure(settings, tell)
 
 
 def report(settings: Settings, parts: Collection[str], command: list[str], tell: Tell) -> Report:

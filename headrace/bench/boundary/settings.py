@@ -10,7 +10,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         repeats: of everything; what is compared alternates.
         batches: requests at once, for capacity and cost; at most ``MAX_BATCH``.
-        model: whose tokenizer makes the texts, and which runs in the part ``model``; ``echo``: there are neither.
+        model: whose tokenizer makes the texts, and which runs in the part ``decode``; ``echo``: there are neither.
         tokens: of all requests of one run together, for headrace; the common design, which is slower, gets ``BASELINE_SHARE`` of them.
         answers: one-token requests of which the median is one value.
         gap_tokens: of each stream whose gaps between tokens are taken.
@@ -18,20 +18,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         frontends: most user processes that share a world.
         idle_seconds: for which the CPU time of an idle world is taken.
         live_requests: for which memory is measured.
-        decode_tokens: of each stream of the part ``model``.
+        decode_tokens: of each stream of the part ``decode``.
     """
 
     repeats: int = 5
     batches: tuple[int, ...] = (1, 16, 64, 256, 1024)
     model: str = "smollm2-135m"
-    tokens: int = 80_000
+    tokens: int = 40_000
     answers: int = 50
     gap_tokens: int = 40
     burst: int = 1000
     frontends: int = 2
-    idle_seconds: float = 5.0
+    idle_seconds: float = 2.0
     live_requests: int = 1000
-    decode_tokens: int = 24
+    decode_tokens: int = 16
 
 
 #: most requests that run at once in the echo engine

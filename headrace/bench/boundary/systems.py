@@ -39,16 +39,17 @@ class System(Protocol):
     def whole(self, handle: Any) -> int:
         """Wait for one; how many tokens it has."""
 
-    async def stream(self, handle: Any) -> tuple[int, int]:
-        """Read one to its end; how many tokens and how many pieces there were."""
+    def new_tokens(self, piece: Any) -> int:
+        """How many tokens came with a piece of a stream; a handle that was started for a loop gives pieces in ``async for``."""
 
 
 class Headrace:
     """What this is about."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, world_pid: int | None = None) -> None:
+        """``world_pid``: of rank 0, where another process owns the world."""
         self.llm = llm
-        self.world_pid = llm.executor.processes()["rank0"]
+        self.world_pid = llm.executor.processes()["rank0"] if world_pid is None else world_pid
 
     def start(self, prompts: Sequence[list[int]], tokens: int, text: bool, loop: asyncio.AbstractEventLoop | None) -> Sequence[Any]:
         """See ``System``."""
@@ -60,13 +61,9 @@ class Headrace:
         """See ``System``."""
         return len(handle.result().outputs[0].token_ids)
 
-    async def stream(self, handle: Any) -> tuple[int, int]:
+    def new_tokens(self, piece: Any) -> int:
         """See ``System``."""
-        tokens = pieces = 0
-        async for output in handle:
-            tokens += len(output.outputs[0].token_ids_diff)
-            pieces += 1
-        return tokens, pieces
+        return len(piece.outputs[0].token_ids_diff)
 
 
 class Baseline:
@@ -85,13 +82,9 @@ class Baseline:
         """See ``System``."""
         return len(handle.result().token_ids)
 
-    async def stream(self, handle: Any) -> tuple[int, int]:
+    def new_tokens(self, piece: Any) -> int:
         """See ``System``."""
-        tokens = pieces = 0
-        async for piece in handle:
-            tokens += len(piece.token_ids)
-            pieces += 1
-        return tokens, pieces
+        return len(piece.token_ids)
 
 
 def prompts_for(batch: int) -> list[list[int]]:
@@ -109,12 +102,22 @@ def whole_answers(system: System, batch: int, tokens: int, text: bool) -> Work:
     return _measured(system, batch * tokens, work)
 
 
+async def read_stream(system: System, handle: Any) -> tuple[int, int]:
+    """Read one to its end; how many tokens and how many pieces there were."""
+    tokens = pieces = 0
+    count = system.new_tokens
+    async for piece in handle:
+        tokens += count(piece)
+        pieces += 1
+    return tokens, pieces
+
+
 def streams(system: System, batch: int, tokens: int, text: bool) -> Work:
     """The same, as a server reads them: one event loop, a task for each request, which takes every piece as it comes."""
 
     async def read_all() -> tuple[int, int]:
         handles = system.start(prompts_for(batch), tokens, text, asyncio.get_running_loop())
-        read = await asyncio.gather(*map(system.stream, handles))
+        read = await asyncio.gather(*(read_stream(system, handle) for handle in handles))
         return sum(count for count, _ in read), sum(pieces for _, pieces in read)
 
     return _measured(system, batch * tokens, lambda: asyncio.run(read_all()))
