@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import tempfile
 import threading
 import time
@@ -38,9 +37,9 @@ POLL = 0.01
 MARK = f"HEADRACE_TEST_SESSION={os.getpid()}-{time.time_ns()}"
 
 #: what our own worlds and their MPI leave behind when nobody cleans up
-REMAINS = re.compile(r"^(headrace-|ompi\.|sm_segment\.|mpich_shm_)")
+REMAINS = ("headrace-", "ompi.", "sm_segment.", "mpich_shm_")
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm"
 
 #: in the order in which pytest sets them up
 SCOPES = ("session", "package", "module", "class", "function")
@@ -57,7 +56,7 @@ class Resources:
     threads: set[threading.Thread]
     pids: frozenset[int]
     descriptors: Counter[str]
-    files: set[Path]
+    files: set[str]
 
     @classmethod
     def now(cls) -> Resources:
@@ -116,11 +115,12 @@ def _descriptors() -> Counter[str]:
     return targets
 
 
-def _remains() -> set[Path]:
-    found: set[Path] = set()
-    for folder in {str(SHARED_MEMORY), tempfile.gettempdir(), str(_base_folder())}:
+def _remains() -> set[str]:
+    # Paths as text: this is called twice for each test, and Path objects would be most of its cost.
+    found: set[str] = set()
+    for folder in {SHARED_MEMORY, tempfile.gettempdir(), os.environ.get(VARIABLE) or str(_base_folder())}:
         with contextlib.suppress(FileNotFoundError):
-            found.update(Path(folder, name) for name in os.listdir(folder) if REMAINS.match(name))
+            found.update(f"{folder}/{name}" for name in os.listdir(folder) if name.startswith(REMAINS))
     return found
 
 
@@ -164,16 +164,16 @@ def _describe_ours(pid: int) -> str | None:
 
 
 #: what was seen in use by processes that are not ours
-_OF_OTHERS: set[Path] = set()
+_OF_OTHERS: set[str] = set()
 
 
-def _used_by_others(path: Path) -> bool:
+def _used_by_others(path: str) -> bool:
     """Whether a process that is not ours has, or had at an earlier look, this or something in it open or mapped: /dev/shm belongs to the
     whole machine. Once is enough: what others leave there when they die is theirs as well.
     """
-    if path.parent != SHARED_MEMORY:
+    if os.path.dirname(path) != SHARED_MEMORY:
         return False
-    if path not in _OF_OTHERS and any(_uses(pid, str(path)) and not _is_ours(pid) for pid in _pids() - {os.getpid()}):
+    if path not in _OF_OTHERS and any(_uses(pid, path) and not _is_ours(pid) for pid in _pids() - {os.getpid()}):
         _OF_OTHERS.add(path)
     return path in _OF_OTHERS
 
@@ -248,10 +248,14 @@ def _settle(leaked: Callable[[], list[str]]) -> list[str]:
     lines = leaked()
     if not lines:
         return lines
-    gc.collect()  # what only a reference cycle holds is not leaked
-    deadline = time.monotonic() + SETTLE
-    while (lines := leaked()) and time.monotonic() < deadline:
+    began = time.monotonic()
+    collected = False
+    while (lines := leaked()) and time.monotonic() < began + SETTLE:
         time.sleep(POLL)
+        # What only a reference cycle holds is not leaked. A collection takes as long as many looks, and most ends are seen at the next.
+        if not collected and time.monotonic() > began + 3 * POLL:
+            gc.collect()
+            collected = True
     return lines
 
 

@@ -229,5 +229,7 @@ def byte_tokenizer(pre: str = "gpt-2", words: tuple[str, ...] = ("the", " a", "æ
 
 
 def write(path: Path, data: bytes) -> Path:
+    # A new file each time: some file systems write a file to the disk at once where it replaces its old contents.
+    path.unlink(missing_ok=True)
     path.write_bytes(data)
     return path

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace.serve.errors import ApiError
 from headrace.serve.protocol import ChatRequest, Function, FunctionName, Message, Tool, ToolChoice
@@ -49,10 +48,13 @@ def found(text: str, policy: ToolPolicy = AUTO, cuts: tuple[int, ...] = ()) -> P
         ("a < b and <tool", "a < b and <tool", ()),
     ],
 )
-@given(cuts=st.lists(st.integers(0, 90), max_size=6))
-def test_calls_in_a_text(text: str, shown: str, calls: tuple[Call, ...], cuts: list[int]):
-    """However it comes in pieces."""
-    assert found(text, AUTO, tuple(cuts)) == Pieces(shown, calls)
+def test_calls_in_a_text(text: str, shown: str, calls: tuple[Call, ...]):
+    """However it comes in pieces: cut at any one place, around any one character, around each, and at up to six places by chance."""
+    places = range(len(text) + 1)
+    random = Random(len(text))
+    chances = [tuple(random.choices(places, k=random.randint(2, 6))) for _ in range(150)]
+    for cuts in [(), *((place,) for place in places), *itertools.pairwise(places), tuple(places), *chances]:
+        assert found(text, AUTO, cuts) == Pieces(shown, calls), cuts
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():
