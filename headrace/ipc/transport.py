@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Transport(ABC):
@@ -59,6 +61,8 @@ class AsyncWaiters:
 
     async def wait(self, write: bool, timeout: float | None) -> bool:
         """Whether the end became ready within ``timeout`` seconds."""
+        import asyncio  # late: ranks have no event loop, and would spend a fifth of all their imports on it
+
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
         timer = None if timeout is None else loop.call_later(timeout, _resolve, future, False)

@@ -97,6 +97,9 @@ IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subp
 
 #: never imported at the top of any module, for each takes long or is needed in one kind of process only
 LATE = {"torch", "llguidance", "transformers", "huggingface_hub", "onnxruntime", "tensorrt"}
+#: the same for what ranks consist of: they have no event loop, and every start of a world would pay for it
+LATE_IN_RANKS = LATE | {"asyncio"}
+RANKS = {"headrace.worker", "headrace.ipc", "headrace.engine"}
 
 #: the links at the top of the checkout are doors for people
 DOORS = {"executor", "worker", "ipc", "engine"}
@@ -175,7 +178,8 @@ def violations(root: Path) -> list[str]:
 
 
 def late_violations(name: str, all_imports: dict[str, list[Import]]) -> list[str]:
-    """Packages of LATE that are imported as soon as ``name`` is, through any number of modules."""
+    """Packages of LATE, or of LATE_IN_RANKS, that are imported as soon as ``name`` is, through any number of modules."""
+    late = LATE_IN_RANKS if within(name, RANKS) else LATE
     seen, lines = set(), []
     todo = [(name, [name])]
     while todo:
@@ -183,7 +187,7 @@ def late_violations(name: str, all_imports: dict[str, list[Import]]) -> list[str
         for target, _, when in all_imports[module]:
             if when != "at once":
                 continue
-            if target.partition(".")[0] in LATE:
+            if target.partition(".")[0] in late:
                 lines.append(f"{' -> '.join([*chain, target])}: must be imported late")
             # Importing a module imports the packages above it.
             parts = target.split(".")
@@ -233,6 +237,7 @@ def tree(root: Path, **files: str) -> Path:
             "headrace.worker.loop -> headrace.engine.runner -> headrace.engine.runners.t -> torch: must be imported late",
         ),
         ({"text__hub": "import huggingface_hub"}, "must be imported late"),
+        ({"ipc__transport": "import asyncio"}, "headrace.ipc.transport -> asyncio: must be imported late"),
         ({"executor__proxy": "from ipc import codec"}, "by its link"),
         (
             {"executor__proxy": "if TYPE_CHECKING:\n    from headrace.worker import loop", "worker__loop": ""},
