@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -186,6 +187,14 @@ def synthetic_lengths(arguments: argparse.Namespace, rng: Any, low: int = 1) -> 
     number = arguments.num_requests or DEFAULT_REQUESTS
     inputs = normal_lengths(number, arguments.input_len or DEFAULT_LENGTH, arguments.input_len_std, rng, low, MAX_LENGTH)
     return inputs, normal_lengths(number, arguments.output_len or DEFAULT_LENGTH, arguments.output_len_std, rng, 1, MAX_LENGTH)
+
+
+def check_report(arguments: argparse.Namespace) -> None:
+    """An error of usage where --report cannot be written: it is known before hours of measuring, and not after."""
+    if arguments.report is not None:
+        folder = Path(arguments.report).absolute().parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            arguments.parser.error(f"--report {arguments.report}: no file can be written into {folder}")
 
 
 def now() -> str:
