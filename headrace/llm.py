@@ -75,6 +75,8 @@ class LLM(EngineOperations):
         record: a file for everything that crosses the boundary, to be replayed later; see docs/recording.md.
         record_prompts: with the token ids and texts in it.
         echo: settings of the echo engine.
+        wait: False: return while the world starts. Until ``wait_ready`` has returned only ``executor``, which tells how the start goes, and
+            ``close``, which ends it, are of use.
 
     Raises:
         ModelError: the model cannot be found or read.
@@ -115,6 +117,7 @@ class LLM(EngineOperations):
         record: str | Path | None = None,
         record_prompts: bool = False,
         echo: EchoConfig | None = None,
+        wait: bool = True,
     ) -> None:
         from headrace.executor.admission import QueueLimits
         from headrace.executor.launchers.forms import choose
@@ -157,7 +160,7 @@ class LLM(EngineOperations):
             max_lora_rank=max_lora_rank,
             echo=echo if echo is not None else EchoConfig(),
         )
-        bar, listener = _listener(progress)
+        self._bar, listener = _listener(progress)
         self._executor = GenerationExecutorProxy(
             config,
             choice.launcher,
@@ -170,11 +173,9 @@ class LLM(EngineOperations):
             record=record,
             record_prompts=record_prompts,
         )
-        try:
-            self._start(loaded, source, postprocess_workers)
-        finally:
-            if bar is not None:
-                bar.close()
+        self._launch(loaded, source, postprocess_workers)
+        if wait:
+            self.wait_ready()
 
     @classmethod
     def attach(
@@ -212,26 +213,45 @@ class LLM(EngineOperations):
             handle, start_timeout=start_timeout, limits=limits, progress_timeout=progress_timeout
         )
         config = executor.config
-        llm._start(None, config.tokenizer or (config.model if config.model != "echo" else None), postprocess_workers)
+        llm._bar = None
+        llm._launch(None, config.tokenizer or (config.model if config.model != "echo" else None), postprocess_workers)
+        llm.wait_ready()
         return llm
 
-    def _start(self, loaded: Tokenizer | None, source: str | Path | None, postprocess_workers: int) -> None:
+    def _launch(self, loaded: Tokenizer | None, source: str | Path | None, postprocess_workers: int) -> None:
+        self._loaded, self._source, self._postprocess_workers = loaded, source, postprocess_workers
         try:
             if postprocess_workers and source is None:
                 raise ModelError("postprocess_workers: the echo engine has no tokenizer, and so no texts: LLM(tokenizer=...)")
             self._executor.launch()
-            if loaded is None and source is not None:
-                loaded = _load_tokenizer(source)  # while the world loads
-            if postprocess_workers and loaded is not None:
-                self._executor.start_postprocess(postprocess_workers, msgspec.msgpack.encode(loaded.recipes()))
+        except BaseException:
+            self._executor.close()
+            raise
+
+    def wait_ready(self) -> None:
+        """What the constructor does last, if it is not told to leave it: wait until the world is ready. Once, in any thread.
+
+        Raises:
+            ModelError, StartupError: as the constructor; nothing of it is left.
+            ClosedError: ``close`` was called meanwhile.
+        """
+        loaded = self._loaded
+        try:
+            if loaded is None and self._source is not None:
+                loaded = _load_tokenizer(self._source)  # while the world loads
+            if self._postprocess_workers and loaded is not None:
+                self._executor.start_postprocess(self._postprocess_workers, msgspec.msgpack.encode(loaded.recipes()))
             self._requests = RequestMaker(loaded)
             self.facts: EngineFacts = self._executor.wait_ready()
         except BaseException:
             self._executor.close()
             raise
+        finally:
+            if self._bar is not None:
+                self._bar.close()
 
     def __repr__(self) -> str:
-        return f"<LLM {self.facts.model} {self._executor!r}>"
+        return f"<LLM {self._executor.config.model} {self._executor!r}>"
 
     def __enter__(self) -> LLM:
         return self

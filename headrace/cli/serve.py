@@ -9,7 +9,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ from headrace.lora import LoraRequest
 from headrace.serve.settings import MIB, ServeSettings
 
 if TYPE_CHECKING:
-    from headrace.llm import LLM
-    from headrace.serve.run import Ending
+    from headrace.serve.run import Ending, Loaded
 
 _DEFAULTS = ServeSettings()
 
@@ -153,7 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Until a signal or the death of the world; docs/operations.md lists the codes."""
     from headrace.cli import CUT, ENGINE_DIED, INTERRUPTED, OK
     from headrace.llm import LLM
-    from headrace.serve.run import Ending, listen, tls_context
+    from headrace.serve.loading import Loading
+    from headrace.serve.run import Ending, listen, listen_first, load, tls_context
+    from headrace.serve.service import BACKLOG
 
     settings = settings_of(arguments)
     tls = None
@@ -165,40 +166,48 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.ssl_keyfile is not None:
         arguments.parser.error("--ssl-keyfile needs --ssl-certfile")
     _log_to_stderr()
-    # Before the model is loaded: a port that is taken is told at once.
     several = arguments.frontends > 1
-    listener = listen(arguments.host, arguments.port, shared=several)
+    # Before the model is loaded: a port that is taken is told at once.
+    listener = (listen_first if several else listen)(arguments.host, arguments.port)
+    # Texts are made where they are sent from.
+    options = serving_arguments(arguments) | ({"postprocess_workers": 0} if several else {})
+    loading = Loading(lambda: LLM(**options, wait=False))
     try:
-        # Texts are made where they are sent from.
-        with LLM(**serving_arguments(arguments) | ({"postprocess_workers": 0} if several else {})) as llm:
-            host, port = listener.getsockname()[:2]
-            where = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+        listener.listen(BACKLOG)
+        host, port = listener.getsockname()[:2]
+        where = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
+        def begin(loaded: Loaded) -> Awaitable[Ending]:
             def say() -> None:
-                print(f"headrace: serving {llm.facts.model} on {where} (routes: {where}/docs)", file=sys.stderr, flush=True)
+                print(f"headrace: serving {loaded.llm.facts.model} on {where} (routes: {where}/docs)", file=sys.stderr, flush=True)
 
-            ending = asyncio.run(_serve(llm, settings, listener, tls, say, arguments))
+            return _serve(loaded, settings, listener, tls, say, arguments)
+
+        print(f"headrace: loading {arguments.model}; health and a page are on {where} meanwhile", file=sys.stderr, flush=True)
+        ending = asyncio.run(load(loading, settings, listener, tls, begin))
     finally:
+        loading.close()
         listener.close()
     return {Ending.DRAINED: OK, Ending.CUT: CUT, Ending.INTERRUPTED: INTERRUPTED, Ending.DEAD: ENGINE_DIED}[ending]
 
 
 async def _serve(
-    llm: LLM, settings: ServeSettings, listener: socket.socket, tls: ssl.SSLContext | None, say: Callable[[], None], arguments: Any
+    loaded: Loaded, settings: ServeSettings, listener: socket.socket, tls: ssl.SSLContext | None, say: Callable[[], None], arguments: Any
 ) -> Ending:
     if arguments.frontends == 1:
         from headrace.serve.run import serve
 
-        return await serve(llm, settings, listener, tls, say)
+        return await serve(loaded.llm, settings, [listener], loaded.signals, tls, room=loaded.room, on_ready=say)
     from headrace.serve.frontend import FrontendOrder
     from headrace.serve.frontends import Frontends
 
     order = FrontendOrder(
         launcher_pid=os.getpid(),
         number=0,
-        handle=llm.attach_handle,
+        handle=loaded.llm.attach_handle,
         host=arguments.host,
         port=listener.getsockname()[1],
+        listener=-1,
         certfile=arguments.ssl_certfile,
         keyfile=arguments.ssl_keyfile,
         settings=settings,
@@ -207,7 +216,7 @@ async def _serve(
         progress_timeout=arguments.progress_timeout,
         postprocess_workers=arguments.postprocess_workers,
     )
-    return await Frontends(llm, order, arguments.frontends).run(say)
+    return await Frontends(loaded, listener, order, arguments.frontends).run(say)
 
 
 def _log_to_stderr() -> None:

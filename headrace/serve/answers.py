@@ -196,13 +196,22 @@ class Aborted(msgspec.Struct):
     aborted: int
 
 
-class HealthAnswer(msgspec.Struct, kw_only=True):
-    """Of the health routes."""
+class RankLoading(msgspec.Struct, kw_only=True):
+    """Where a rank is on its way to ready. ``share``: of the stage that is done, from 0 to 1; None: that is not known."""
+
+    rank: int
+    stage: str
+    share: float | None = None
+
+
+class HealthAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of the health routes. ``loading``: each rank, while the world starts."""
 
     status: str
     state: str
     progressing: str
     live_requests: int
+    loading: list[RankLoading] = []
 
 
 class Version(msgspec.Struct):

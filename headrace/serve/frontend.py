@@ -7,15 +7,22 @@ import logging
 import os
 import pickle
 import select
+import socket
+import ssl
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.errors import HeadraceError
 from headrace.serve.run import Ending, listen, serve, tls_context
 from headrace.serve.settings import ServeSettings
 from headrace.serve.siblings import Siblings
+from headrace.serve.signals import Signals
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM
 
 log = logging.getLogger("headrace.serve")
 
@@ -33,13 +40,16 @@ ORPHAN_GRACE = 1.0
 
 
 class FrontendOrder(NamedTuple):
-    """What the launcher wants of a frontend. It comes by a pipe, for it holds keys, and pickled, for it never leaves the two of them."""
+    """What the launcher wants of a frontend. It comes by a pipe, for it holds keys, and pickled, for it never leaves the two of them.
+    ``listener``: descriptor, inherited, of the socket from which all take connections.
+    """
 
     launcher_pid: int
     number: int
     handle: Path
     host: str
     port: int
+    listener: int
     certfile: Path | None
     keyfile: Path | None
     settings: ServeSettings
@@ -69,8 +79,9 @@ def _serve(order: FrontendOrder) -> Ending:
     from headrace.llm import LLM
 
     tls = None if order.certfile is None else tls_context(order.certfile, order.keyfile)
-    listener = listen(order.host, order.port, shared=True)
+    listeners = [socket.socket(fileno=order.listener)]
     try:
+        listeners.append(listen(order.host, order.port, shared=True))
         with LLM.attach(
             order.handle,
             max_queued_requests=order.max_queued_requests,
@@ -78,10 +89,16 @@ def _serve(order: FrontendOrder) -> Ending:
             progress_timeout=order.progress_timeout,
             postprocess_workers=order.postprocess_workers,
         ) as llm:
-            siblings = Siblings(order.handle.parent, order.number)
-            return asyncio.run(serve(llm, order.settings, listener, tls, lambda: (os.write(1, READY), None)[1], siblings))
+            return asyncio.run(_serve_with(llm, order, listeners, tls))
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
+
+
+async def _serve_with(llm: LLM, order: FrontendOrder, listeners: Sequence[socket.socket], tls: ssl.SSLContext | None) -> Ending:
+    siblings = Siblings(order.handle.parent, order.number)
+    with Signals() as signals:
+        return await serve(llm, order.settings, listeners, signals, tls, on_ready=lambda: (os.write(1, READY), None)[1], siblings=siblings)
 
 
 def _end_with(launcher: int) -> None:

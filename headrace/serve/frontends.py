@@ -3,6 +3,10 @@
 The kernel gives each connection to one of those that listen. The launcher serves nothing: it owns the world, holds the port, and starts the
 frontends; one that dies is followed by another, and takes nothing from the others but the streams that it had. They end with the launcher,
 in whatever way that ends.
+
+Each frontend has a socket of its own on the port (SO_REUSEPORT), which ends with it, so that nobody waits at the door of one that is dead.
+All of them take connections from the launcher's too: it has been there since before the world was loaded, and to close it would reset those
+who are just coming to it.
 """
 
 from __future__ import annotations
@@ -13,18 +17,16 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError
 from headrace.serve.frontend import CODES, READY, FrontendOrder
-from headrace.serve.run import Ending, first
-
-if TYPE_CHECKING:
-    from headrace.llm import LLM
+from headrace.serve.run import Ending, Loaded, first
+from headrace.serve.waiting_room import Reasons
 
 log = logging.getLogger("headrace.serve")
 
@@ -67,14 +69,16 @@ class Frontends:
     """``run`` is called once, in the main thread.
 
     Args:
-        llm: the owner of the world.
-        order: of each frontend, but for its number.
+        loaded: the owner of the world, and who answers until the first of them serves.
+        listener: the launcher's own, on their port; closed here.
+        order: of each frontend, but for its number and the descriptor of ``listener``.
         count: how many.
     """
 
-    def __init__(self, llm: LLM, order: FrontendOrder, count: int) -> None:
-        self._llm = llm
-        self._order = order
+    def __init__(self, loaded: Loaded, listener: socket.socket, order: FrontendOrder, count: int) -> None:
+        self._llm, self._signals, self._room = loaded
+        self._listener = listener
+        self._order = order._replace(listener=listener.fileno())
         self.places = [_Place(number) for number in range(1, count + 1)]
         self._serving = asyncio.Event()
         self._gone = asyncio.Event()
@@ -88,11 +92,8 @@ class Frontends:
 
         Raises HeadraceError: they cannot.
         """
-        loop = asyncio.get_running_loop()
-        asked, hurried = asyncio.Event(), asyncio.Event()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, lambda: (hurried if asked.is_set() else asked).set())
+        asked = self._signals.asked
+        self._room.reason = Reasons.BEGINNING
         try:
             for place in self.places:
                 self._start(place)
@@ -102,17 +103,19 @@ class Frontends:
                 on_ready()
                 await first(asked.wait(), self._failed, dead)
             if self._failed.done():
+                await self._room.farewell(Reasons.FAILED)
                 self._failed.result()
             is_dead = dead.done()
             dead.cancel()
-            return await self._end(is_dead, hurried)
+            # What is connected to it, or will be, is for those that have it too; and if none of them does, for nobody.
+            await self._room.farewell(Reasons.ENDING)
+            self._listener.close()
+            return await self._end(is_dead)
         finally:
             self._stopping = True
             for timer in self._timers:
                 timer.cancel()
             await self._kill_all()
-            for number in signals:
-                loop.remove_signal_handler(number)
 
     # --- processes
 
@@ -126,6 +129,7 @@ class Frontends:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=(self._listener.fileno(),),
             env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         )
         place.process, place.served, place.began = process, False, loop.time()
@@ -146,6 +150,7 @@ class Frontends:
             asyncio.get_running_loop().remove_reader(place.process.stdout.fileno())
         elif READY in said:
             place.served, place.failures = True, 0
+            self._room.leave()
             if all(one.served for one in self.places):
                 self._serving.set()
 
@@ -153,6 +158,7 @@ class Frontends:
         loop = asyncio.get_running_loop()
         process = place.process
         assert process is not None and process.stdout is not None and process.stdin is not None
+        self._heard(place)
         loop.remove_reader(place.pidfd)
         loop.remove_reader(process.stdout.fileno())
         os.close(place.pidfd)
@@ -162,8 +168,8 @@ class Frontends:
             process.stdin.close()
         place.process = None
         if self._stopping or not self._llm.executor.health().alive:
-            # One that was killed has cut what it had.
-            self._endings.add(_ENDINGS.get(code, Ending.CUT))
+            # One that was killed has cut what it had; before it served it had nothing, and no handler for our SIGTERM either.
+            self._endings.add(_ENDINGS.get(code, Ending.CUT) if place.served else Ending.DRAINED)
             if all(one.process is None for one in self.places):
                 self._gone.set()
             return
@@ -187,9 +193,9 @@ class Frontends:
         while self._llm.executor.health().alive:
             await asyncio.sleep(TICK)
 
-    async def _end(self, is_dead: bool, hurried: asyncio.Event) -> Ending:
+    async def _end(self, is_dead: bool) -> Ending:
         """Let all of them end: by themselves when the world is dead, and told to otherwise."""
-        self._stopping = True
+        self._stopping, hurried = True, self._signals.hurried
         if all(place.process is None for place in self.places):
             self._gone.set()
         if is_dead:

@@ -38,15 +38,18 @@ def request_id(request: web.Request) -> str:
 
 
 class Gate:
-    """``draining``: whether answers should be the last of their connections.
+    """``draining``: whether answers should be the last of their connections. ``refusal``: what is said where there is no route; None: that.
 
     It wraps handlers and is no middleware of aiohttp, which would keep every handler that it ever had, and with it the whole service.
     """
 
-    def __init__(self, settings: ServeSettings, metrics: Metrics, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, settings: ServeSettings, metrics: Metrics, draining: Callable[[], bool], refusal: Callable[[], ApiError] | None = None
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._draining = draining
+        self._refusal = refusal
         self._keys = [key.encode() for key in settings.api_keys]
         self._admin_key = None if settings.admin_key is None else settings.admin_key.encode()
 
@@ -102,6 +105,8 @@ class Gate:
         if not fine:
             raise ApiError(400, f"{ID_HEADER}: it must have 1 to 128 visible ASCII characters", param=ID_HEADER, code="invalid_value")
         if not methods:
+            if self._refusal is not None:
+                raise self._refusal()
             raise ApiError(404, "there is no such route", code="not_found")
         if route is None:
             raise ApiError(405, "this method is not allowed here", code="method_not_allowed")
@@ -143,3 +148,5 @@ class Gate:
             response.headers["Vary"] = "Origin"
         if self._draining():
             response.force_close()
+            # By itself this comes too late to be told, and a client that knows nothing of it may send its next request into the end.
+            response.headers["Connection"] = "close"

@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 
 from headrace.errors import HeadraceError
-from headrace.executor.health import Health
-from headrace.serve.answers import Aborted, Detokenized, HealthAnswer, ModelCard, ModelList, Tokens, Version
+from headrace.executor.lifecycle import WorldState
+from headrace.serve.answers import Aborted, Detokenized, HealthAnswer, ModelCard, ModelList, RankLoading, Tokens, Version
 from headrace.serve.decode import decode_body
 from headrace.serve.errors import ApiError
 from headrace.serve.metrics import CONTENT_TYPE, Family, exposition, numbers, over_all
@@ -19,12 +19,16 @@ from headrace.serve.routes import Route, json_response
 from headrace.version import __version__
 
 if TYPE_CHECKING:
+    from headrace.executor.proxy import GenerationExecutorProxy
     from headrace.serve.service import Service
 
 #: seconds for the engine's own numbers at /metrics and /server_info, which are left out after that
 ENGINE_TIMEOUT = 1.0
 #: seconds after which to ask again whether it is ready
 RETRY_AFTER = 1.0
+
+#: states in which ranks are on their way to ready
+STARTS = (WorldState.STARTING, WorldState.REVIVING)
 
 #: of the executor's numbers, those that rise and fall; the others only rise
 EXECUTOR_GAUGES = ("live", "waiting", "waiting_tokens", "postprocess_here")
@@ -41,6 +45,29 @@ ENGINE_COUNTERS = (
     "bad_messages",
     "deadlines_expired",
 )
+
+
+def where_ranks_are(executor: GenerationExecutorProxy) -> list[RankLoading]:
+    """Of a world that starts; empty at other times."""
+    if executor.state not in STARTS:
+        return []
+    return [
+        RankLoading(rank=rank.rank, stage=rank.stage or rank.state, share=rank.done / rank.total if rank.total else None)
+        for rank in executor.ranks()
+    ]
+
+
+def health_answer(executor: GenerationExecutorProxy, fine: bool, yes: str, no: str) -> web.Response:
+    """Status 200 if it is ``fine``, 503 otherwise; the word for it, and what it rests on."""
+    health = executor.health()
+    answer = HealthAnswer(
+        status=yes if fine else no,
+        state=health.state.name.lower(),
+        progressing=health.progressing.value,
+        live_requests=health.live,
+        loading=where_ranks_are(executor),
+    )
+    return json_response(answer, 200 if fine else 503, {} if fine else {"Retry-After": "1"})
 
 
 class Information:
@@ -166,19 +193,14 @@ class Information:
 
     async def live(self, request: web.Request) -> web.Response:
         """GET /health/live: asks nobody."""
-        health = self._service.llm.executor.health()
-        return self._health(health, health.alive, "alive", "dead")
+        executor = self._service.llm.executor
+        return health_answer(executor, executor.health().alive, "alive", "dead")
 
     async def ready(self, request: web.Request) -> web.Response:
         """GET /health/ready: asks nobody."""
-        health = self._service.llm.executor.health()
-        return self._health(health, health.ready and not self._service.draining, "ready", "draining" if health.ready else "not ready")
-
-    def _health(self, health: Health, fine: bool, yes: str, no: str) -> web.Response:
-        answer = HealthAnswer(
-            status=yes if fine else no, state=health.state.name.lower(), progressing=health.progressing.value, live_requests=health.live
-        )
-        return json_response(answer, 200 if fine else 503, {} if fine else {"Retry-After": "1"})
+        executor = self._service.llm.executor
+        ready = executor.health().ready
+        return health_answer(executor, ready and not self._service.draining, "ready", "draining" if ready else "not ready")
 
     async def version(self, request: web.Request) -> web.Response:
         """GET /version."""

@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 #: seconds between two looks at what no event tells: silent streams, clients that do not read, the lag of the loop, the death of the world
 TICK = 0.25
+#: connections that the kernel keeps for us, of each listener
+BACKLOG = 1024
 #: seconds for which an idle connection is kept
 IDLE_CONNECTION = 75.0
 #: seconds that aborted requests may take to end
@@ -71,11 +73,11 @@ class Service:
         draining: no new requests are taken.
     """
 
-    def __init__(self, llm: LLM, settings: ServeSettings, siblings: Siblings | None = None) -> None:
+    def __init__(self, llm: LLM, settings: ServeSettings, siblings: Siblings | None = None, metrics: Metrics | None = None) -> None:
         self.llm = llm
         self.siblings = siblings
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self.prompts = Prompts(llm, settings, self.metrics)
         self.bodies = Bodies(settings)
         self.live = LiveRequests()
@@ -91,14 +93,14 @@ class Service:
         self._streams: set[EventStream] = set()
         self._stalled_since: dict[RequestHandler, float] = {}
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._keep_alives: set[asyncio.Task[None]] = set()
 
     # --- life
 
-    async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-        """Take requests from ``listener``, a bound socket, which is closed by ``stop``."""
+    async def start(self, *listeners: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Take requests from ``listeners``, bound sockets, which are closed by ``stop``."""
         app = web.Application(client_max_size=self.settings.max_body_bytes)
         app.on_response_prepare.append(self.gate.add_headers)
         self.gate.add(app.router, self.routes)
@@ -112,7 +114,8 @@ class Service:
         def connection() -> Connection:
             return Connection(manager, loop=loop, keepalive_timeout=IDLE_CONNECTION, access_log=None)  # type: ignore[arg-type]  # None: no log
 
-        self._server = await loop.create_server(connection, sock=listener, ssl=tls, backlog=1024)
+        for listener in listeners:
+            self._servers.append(await loop.create_server(connection, sock=listener, ssl=tls, backlog=BACKLOG))
         if self.siblings is not None:
             await self.siblings.start(connection)
         self._tick_later()
@@ -137,8 +140,8 @@ class Service:
         for task in self._keep_alives:
             task.cancel()
         await self.resumable.close()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         if self.siblings is not None:
             self.siblings.stop()
         if self._runner is not None:

@@ -6,17 +6,15 @@ The files are those of the folder ``page``: no build step, and nothing from othe
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from aiohttp import web
 
 from headrace.serve.errors import ApiError
 from headrace.serve.routes import Handler, Route, json_response
-from headrace.serve.world_view import WorldAnswer, WorldView
-
-if TYPE_CHECKING:
-    from headrace.serve.service import Service
+from headrace.serve.world_view import WorldAnswer
 
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
@@ -50,11 +48,10 @@ def page_files() -> dict[str, PageFile]:
 
 
 class WebPage:
-    """Handlers of one service."""
+    """Handlers of one service. ``look``: that of its ``WorldView``, or why there is none."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._view = WorldView(service.llm.executor, service.metrics.first_token.take, model=service.prompts.names[0])
+    def __init__(self, look: Callable[[str | None, int, int], Awaitable[WorldAnswer]]) -> None:
+        self._look = look
 
     def routes(self) -> list[Route]:
         """Those that a client of the API may want to know of."""
@@ -76,8 +73,7 @@ class WebPage:
 
     async def world(self, request: web.Request) -> web.Response:
         """GET /world. In the query, what was seen last: ``source``, and the numbers of its last ``point`` and ``change``."""
-        source = request.query.get("source")
-        answer = await self._service.ask(self._view.look, source, _number(request, "point"), _number(request, "change"))
+        answer = await self._look(request.query.get("source"), _number(request, "point"), _number(request, "change"))
         return json_response(answer, headers={"Cache-Control": "no-store"})
 
 

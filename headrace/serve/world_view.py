@@ -15,11 +15,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Protocol
 
 import msgspec
 
-from headrace.config import EngineFacts
+from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import HeadraceError
 from headrace.executor.health import Health
 from headrace.executor.lifecycle import Change
@@ -40,6 +41,8 @@ MAX_POINTS = 360
 class Observed(Protocol):
     """Of an executor, what is looked at."""
 
+    @property
+    def config(self) -> EngineConfig: ...
     @property
     def facts(self) -> EngineFacts: ...
     def health(self) -> Health: ...
@@ -107,7 +110,9 @@ class LoggedChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorldAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Of /world. ``source``: who numbers the points and changes; ``engine``: None while nobody answers for the world."""
+    """Of /world. ``source``: who numbers the points and changes; ``engine``: None while nobody answers for the world; ``max_seq_len``,
+    ``max_batch_size``: None before the first world is ready.
+    """
 
     source: str
     now: float
@@ -120,8 +125,8 @@ class WorldAnswer(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     runner: str
     dtype: str
-    max_seq_len: int
-    max_batch_size: int
+    max_seq_len: int | None
+    max_batch_size: int | None
     version: str
     ranks: list[RankStatus]
     engine: EngineNumbers | None
@@ -173,7 +178,7 @@ class WorldView:
                 self._sample(now)
             points = [one for one in self._points if one.number > point]
             engine = self._engine
-        health, facts, counters = executor.health(), executor.facts, executor.counters()
+        health, facts, config, counters = executor.health(), self._facts(), executor.config, executor.counters()
         return WorldAnswer(
             source=self.source,
             now=self._clock() + self._since_1970,
@@ -183,11 +188,11 @@ class WorldView:
             progressing=health.progressing.value,
             cause=None if health.cause is None else public_text(health.cause),
             restarts=counters["restarts"],
-            model=facts.model if self._model is None else self._model,
-            runner=facts.runner,
-            dtype=facts.dtype,
-            max_seq_len=facts.max_seq_len,
-            max_batch_size=facts.max_batch_size,
+            model=self._model or (PurePath(config.model).stem if facts is None else facts.model),
+            runner=config.runner if facts is None else facts.runner,
+            dtype=config.dtype if facts is None else facts.dtype,
+            max_seq_len=None if facts is None else facts.max_seq_len,
+            max_batch_size=None if facts is None else facts.max_batch_size,
             version=__version__,
             ranks=executor.ranks(),
             engine=engine,
@@ -195,6 +200,13 @@ class WorldView:
             points=points,
             changes=[self._logged(one) for one in executor.changes() if one.number > change],
         )
+
+    def _facts(self) -> EngineFacts | None:
+        try:
+            return self._executor.facts
+        except HeadraceError:
+            # It has not been ready yet, and perhaps never will be.
+            return None
 
     def _logged(self, change: Change) -> LoggedChange:
         cause = None if change.error is None else public_text(str(change.error))

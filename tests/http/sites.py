@@ -76,7 +76,7 @@ class Site:
         self._end = asyncio.Event()
         service = make_service(self._llm, self._settings, self._siblings)
         try:
-            await service.start(self._listener, self._tls)
+            await service.start(self._listener, tls=self._tls)
             # All threads now, so that none that comes with a test's request is taken for a leak of the test.
             for pool, size in (
                 (service._threads, self._settings.threads),

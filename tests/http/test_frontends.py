@@ -18,7 +18,11 @@ import pytest
 from headrace.errors import HeadraceError
 from headrace.serve.frontend import FrontendOrder
 from headrace.serve.frontends import Frontends
+from headrace.serve.metrics import Metrics
+from headrace.serve.run import Ending, Loaded, listen
 from headrace.serve.settings import ServeSettings
+from headrace.serve.signals import Signals
+from headrace.serve.waiting_room import Reasons, WaitingRoom
 from tests.http.sites import LONG, body_of, chat, eventually, read_until
 from tests.http.test_ending import Process, text_of
 from tests.integration.worlds import Deaths, alive
@@ -200,13 +204,47 @@ def test_frontends_that_do_not_start_end_the_service(monkeypatch, tmp_path):
     """With a reason, instead of trying for ever."""
     health = SimpleNamespace(alive=True, cause=None)
     llm = SimpleNamespace(executor=SimpleNamespace(health=lambda: health))
-    order = FrontendOrder(os.getpid(), 0, tmp_path / "none", "127.0.0.1", 0, None, None, ServeSettings(), 1, 1, 1.0, 0)
+    order = FrontendOrder(os.getpid(), 0, tmp_path / "none", "127.0.0.1", 0, -1, None, None, ServeSettings(), 1, 1, 1.0, 0)
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    listener = listen("127.0.0.1", 0, shared=True)
 
     async def run() -> None:
-        places = Frontends(llm, order, 2)  # type: ignore[arg-type]
-        with pytest.raises(HeadraceError, match="does not start: it ended with code 1"):
-            await places.run(lambda: pytest.fail("none of them serves"))
+        room = WaitingRoom(ServeSettings(), Metrics(), lambda: None)
+        await room.open(listener)
+        with Signals() as signals:
+            places = Frontends(Loaded(llm, signals, room), listener, order, 2)  # type: ignore[arg-type]
+            with pytest.raises(HeadraceError, match="does not start: it ended with code 1"):
+                await places.run(lambda: pytest.fail("none of them serves"))
         assert all(place.process is None for place in places.places)
+        assert room.reason is Reasons.FAILED and listener.fileno() == -1
+        await room.close()
+
+    asyncio.run(run())
+
+
+def test_an_end_while_frontends_start_cuts_nothing(monkeypatch, tmp_path):
+    """A51: they have no handler for signals yet, and no request: the end is an orderly one."""
+    health = SimpleNamespace(alive=True, cause=None)
+    llm = SimpleNamespace(executor=SimpleNamespace(health=lambda: health))
+    order = FrontendOrder(os.getpid(), 0, tmp_path / "none", "127.0.0.1", 0, -1, None, None, ServeSettings(), 1, 1, 1.0, 0)
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 1000\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    listener = listen("127.0.0.1", 0, shared=True)
+
+    async def run() -> None:
+        room = WaitingRoom(ServeSettings(), Metrics(), lambda: None)
+        await room.open(listener)
+        with Signals() as signals:
+            places = Frontends(Loaded(llm, signals, room), listener, order, 2)  # type: ignore[arg-type]
+            running = asyncio.ensure_future(places.run(lambda: pytest.fail("none of them serves")))
+            while any(place.process is None for place in places.places):
+                await asyncio.sleep(0)
+            signal.raise_signal(signal.SIGTERM)
+            assert await running is Ending.DRAINED
+        assert all(place.process is None for place in places.places)
+        assert room.reason is Reasons.ENDING
+        await room.close()
 
     asyncio.run(run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace.config import EngineFacts
+from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.executor.health import Health, Progressing
 from headrace.executor.lifecycle import Change, WorldState
@@ -30,6 +30,7 @@ class Remembered:
         self.state = WorldState.READY
         self.cause: str | None = None
         self.asked = 0
+        self.config = EngineConfig(model="/models/m.gguf", runner="torch")
         self.facts = EngineFacts(
             model="m", runner="torch", dtype="float32", vocab_size=9, max_seq_len=64, max_batch_size=4, num_kv_blocks=32
         )

@@ -269,12 +269,21 @@ function keep() {
 
 async function loadModels() {
   const select = parameters.elements.model;
+  const loading = find("loading");
+  // While the model loads, the server says how far it is and when to ask again.
   try {
     const models = (await (await call("v1/models")).json()).data;
+    loading.hidden = true;
     select.replaceChildren(...models.map((model) => new Option(model.id, model.id)));
     find("model-name").textContent = models[0]?.id ?? "the model";
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
+    if (error.retryAfter !== null) {
+      loading.hidden = false;
+      if (loading.textContent !== error.message) loading.textContent = error.message;
+      setTimeout(loadModels, 1000 * error.retryAfter);
+      return;
+    }
     // The chat works without: no model named is the server's own. What is wrong is said when something is asked of it.
     select.replaceChildren(new Option("that of the server", ""));
   }

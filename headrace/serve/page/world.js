@@ -94,7 +94,7 @@ function show(view) {
   fill(find("world-facts"), [
     ["Model", view.model],
     ["Runs on", `${view.runner}, ${view.dtype}`],
-    ["Context", `${count.format(view.max_seq_len)} tokens`],
+    ["Context", view.max_seq_len === null ? "–" : `${count.format(view.max_seq_len)} tokens`],
     ["Restarts", count.format(view.restarts)],
     ["Steps", view.engine === null ? "–" : count.format(view.engine.steps)],
     ["Preemptions", view.engine === null ? "–" : count.format(view.engine.preemptions)],
