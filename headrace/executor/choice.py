@@ -57,7 +57,9 @@ class Choice:
         box = self.mailbox
         with box.lock:
             tokens, box.unread_tokens = box.unread_tokens, []
-            texts, box.unread_text = box.unread_text, []
+            texts: list[str] = []
+            if box.unread_text:
+                texts, box.unread_text = box.unread_text, texts
             rows = None
             if box.extras is not None and self.extras is not None:
                 rows = box.extras.take()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 
 class Followed(Protocol):
@@ -37,15 +38,20 @@ def _ended(task: asyncio.Task[Any]) -> None:
 class Followers:
     """The tasks that have waited for one handle. Every access holds its lock."""
 
-    __slots__ = ("_tasks",)
+    __slots__ = ("_latest", "_tasks")
 
     def __init__(self) -> None:
         self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        # The one that joined last, which mostly is the only one, and joins with every token that it waits for.
+        self._latest: Callable[[], asyncio.Task[Any] | None] = lambda: None
 
-    def join(self, handle: Followed) -> None:
-        """The running task waits for ``handle``."""
-        task = asyncio.current_task()
-        if task is not None and task not in self._tasks:
+    def join(self, handle: Followed, loop: asyncio.AbstractEventLoop) -> None:
+        """The running task, of this loop, waits for ``handle``."""
+        task = asyncio.current_task(loop)
+        if task is None or task is self._latest():
+            return
+        self._latest = ref(task)
+        if task not in self._tasks:
             self._tasks.add(task)
             follow(task, handle)
 

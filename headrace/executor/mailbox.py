@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace.errors import HeadraceError, RequestError
 from headrace.executor.extras import Extras
@@ -75,8 +75,8 @@ class Readers:
         self.open = len(request_ids)
         # Of the first that failed; never changed once set.
         self.error: HeadraceError | None = None
-        self.wait_any: list[Waiter] = []
-        self.wait_end: list[Waiter] = []
+        self.wait_any: tuple[Waiter, ...] = ()
+        self.wait_end: tuple[Waiter, ...] = ()
 
     @property
     def over(self) -> bool:
@@ -112,6 +112,10 @@ class TextElsewhere(Protocol):
         """Nobody wants more of it."""
 
 
+#: What plain mailboxes hold back, and have of text; one list for all of them, for whoever submits makes thousands. Nothing is put into it.
+_NOTHING: list[Any] = []
+
+
 class Mailbox:
     """What has arrived for one choice and was not read yet. Every access holds ``lock``, which all mailboxes of an executor share.
 
@@ -144,9 +148,10 @@ class Mailbox:
         self.elsewhere: TextElsewhere | None = None
         # Whether tokens of a request that goes on are only put to the unread ones.
         self.plain = stage is None and extras is None
-        self.token_ids: list[int] = []  # fed to the stage, here or elsewhere, and held back by it
+        # Fed to the stage, here or elsewhere, and held back by it; and what it made of them.
+        self.token_ids: list[int] = _NOTHING if self.plain else []
+        self.unread_text: list[str] = _NOTHING if self.plain else []
         self.unread_tokens: list[int] = []
-        self.unread_text: list[str] = []
         # The ending: both None while the request lives; never changed once set.
         self.finish: FinishReason | None = None
         self.error: HeadraceError | None = None
@@ -155,6 +160,7 @@ class Mailbox:
     def make_elsewhere(self, elsewhere: TextElsewhere) -> None:
         """Before anything arrives: the text is made there."""
         self.elsewhere, self.plain = elsewhere, False
+        self.token_ids, self.unread_text = [], []
 
     @property
     def ended(self) -> bool:
@@ -250,7 +256,7 @@ class Mailbox:
         readers = self.readers
         if readers.wait_any:
             into += readers.wait_any
-            readers.wait_any = []
+            readers.wait_any = ()
         if readers.wait_end and readers.over:
             into += readers.wait_end
-            readers.wait_end = []
+            readers.wait_end = ()

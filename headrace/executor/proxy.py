@@ -305,7 +305,7 @@ class GenerationExecutorProxy(EngineCalls):
         dispatcher, checker = self._dispatcher, Checker(self.facts)
         pairing = dispatcher.pairing
         # Of each request its choices. To the ledger, the queue and the world they are requests of their own.
-        checked = [checker.check(request) for request in requests]
+        checked = checker.check_all(requests)
         self._refuse_what_never_fits(checked)
         results: list[GenerationResult] = []
         elsewhere = None if self._texts is None else self._texts.open
@@ -314,14 +314,15 @@ class GenerationExecutorProxy(EngineCalls):
             if not held and self.state not in SERVING:
                 raise self._refusal()
             pairing.admission.enter(sum(map(len, checked)), sum(len(choices) * len(choices[0].token_ids) for choices in checked))
+            lock, post, replayable = dispatcher.lock, dispatcher.post, dispatcher.replayable
             admitted: list[Admitted] = []
             live: list[tuple[int, LiveRequest]] = []
             for choices in checked:
-                result = GenerationResult(self._next_id, choices, dispatcher.lock, dispatcher.post, elsewhere)
+                result = GenerationResult(self._next_id, choices, lock, post, elsewhere)
                 results.append(result)
                 for choice, mailbox in zip(choices, result.mailboxes, strict=True):
                     admitted.append(Admitted(self._next_id, choice))
-                    live.append((self._next_id, LiveRequest(mailbox, choice, dispatcher.replayable)))
+                    live.append((self._next_id, LiveRequest(mailbox, choice, replayable)))
                     self._next_id += 1
             # In the ledger before the message leaves. A death is decided under the same lock: it comes before, and the state above says
             # so, or after, and finds these in the ledger.

@@ -54,6 +54,8 @@ class GenerationResult:
         self.request_id = first_id
         self.prompt = request.prompt
         self.prompt_token_ids = request.prompt_token_ids
+        # What all snapshots show; made with the first.
+        self._prompt_token_ids: list[int] | None = None
         self.params = request.params
         self.streaming = request.streaming
         self._new_stage = request.new_stage
@@ -80,6 +82,8 @@ class GenerationResult:
         # Serialises readers: held while text is made, so that text and tokens come out in one order. Taken before the mailbox's lock.
         self._reading = threading.Lock()
         self._final: RequestOutput | None = None
+        # Whether iterating has given everything there is. Once true it stays so: who reads it without the lock, and too early, finds out
+        # when there is nothing to give.
         self._final_given = False
 
     def __repr__(self) -> str:
@@ -130,7 +134,7 @@ class GenerationResult:
         return self
 
     def __next__(self) -> RequestOutput:
-        while not self._is_over():
+        while not self._final_given:
             self._wait(None, for_end=not self.streaming)
             output = self._next_output()
             if output is not None:
@@ -155,7 +159,7 @@ class GenerationResult:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while not self._is_over():
+        while not self._final_given:
             await self._await(None, for_end=not self.streaming)
             output = self._next_output()
             if output is not None:
@@ -178,16 +182,18 @@ class GenerationResult:
             if loop is not None:
                 if self._followers is None:
                     self._followers = Followers()
-                self._followers.join(self)
-            (readers.wait_end if for_end else readers.wait_any).append(waiter)
+                self._followers.join(self, loop)
+            if for_end:
+                readers.wait_end += (waiter,)
+            else:
+                readers.wait_any += (waiter,)
             return waiter
 
     def _withdraw(self, waiter: Waiter) -> None:
         readers = self._readers
         with self._lock:
-            for waiters in (readers.wait_any, readers.wait_end):
-                if waiter in waiters:
-                    waiters.remove(waiter)
+            readers.wait_any = tuple(other for other in readers.wait_any if other is not waiter)
+            readers.wait_end = tuple(other for other in readers.wait_end if other is not waiter)
 
     def _wait(self, timeout: float | None, for_end: bool) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -204,24 +210,26 @@ class GenerationResult:
                 raise TimeoutError(f"request {self.request_id} did not end within {timeout} s")
 
     async def _await(self, timeout: float | None, for_end: bool) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (waiter := self._enlist(for_end, asyncio.get_running_loop())) is not None:
-            assert waiter.future is not None
-            try:
-                if deadline is None:
-                    await waiter.future
-                else:
-                    await asyncio.wait((waiter.future,), timeout=max(0.0, deadline - time.monotonic()))
-            except asyncio.CancelledError:
-                self._withdraw(waiter)
-                self._left_by(asyncio.current_task())
-                raise
-            except BaseException:
-                self._withdraw(waiter)
-                raise
-            if not waiter.future.done():
-                self._withdraw(waiter)
-                raise TimeoutError(f"request {self.request_id} did not end within {timeout} s")
+        waiter = self._enlist(for_end, asyncio.get_running_loop())
+        if waiter is None:
+            return
+        assert waiter.future is not None
+        try:
+            # Nobody is woken before there is what they wait for; another reader may be faster to take it.
+            if timeout is None:
+                await waiter.future
+            else:
+                await asyncio.wait((waiter.future,), timeout=max(0.0, timeout))
+        except asyncio.CancelledError:
+            self._withdraw(waiter)
+            self._left_by(asyncio.current_task())
+            raise
+        except BaseException:
+            self._withdraw(waiter)
+            raise
+        if not waiter.future.done():
+            self._withdraw(waiter)
+            raise TimeoutError(f"request {self.request_id} did not end within {timeout} s")
 
     def _left_by(self, task: asyncio.Task[Any] | None) -> None:
         """A task that waited was cancelled: if nobody else waits or goes on, nobody reads the rest."""
@@ -231,11 +239,6 @@ class GenerationResult:
             wanted = others or bool(readers.wait_any or readers.wait_end)
         if not wanted and not readers.over:
             self.abort()
-
-    def _is_over(self) -> bool:
-        """Whether iterating has given everything there is."""
-        with self._reading:
-            return self._final_given
 
     def _take(self) -> None:
         """Empty the mailboxes. Holds ``_reading``."""
@@ -251,10 +254,12 @@ class GenerationResult:
             completions = [choice.snapshot(index) for index, choice in enumerate(self._choices)]
         if self.params.n < len(completions):
             completions = self._best(completions)
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = list(self.prompt_token_ids)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
+            prompt_token_ids=self._prompt_token_ids,
             outputs=completions,
             finished=final,
             prompt_logprobs=None if about is None else about.prompt_logprobs,

@@ -144,7 +144,7 @@ def test_result_waits_in_another_thread_and_gives_the_same_answer_twice():
     assert output.finished and output.request_id == 7 and output.prompt == "prompt" and output.prompt_token_ids == [1, 2]
     assert rig.handle.result() is output and rig.handle.result(0) is output
     assert asyncio.run(rig.handle.aresult()) is output
-    assert rig.readers.wait_any == rig.readers.wait_end == []
+    assert rig.readers.wait_any == rig.readers.wait_end == ()
 
 
 @pytest.mark.parametrize("timeout", [0, 0.01, -1])
@@ -154,7 +154,7 @@ def test_a_timeout_is_honoured_and_the_request_goes_on(timeout):
     rig.deliver(1)
     with pytest.raises(TimeoutError, match="request 7"):
         rig.handle.result(timeout)
-    assert rig.readers.wait_end == [] and not rig.handle.finished and rig.aborted == []
+    assert rig.readers.wait_end == () and not rig.handle.finished and rig.aborted == []
     rig.deliver(2, finish=FinishReason.LENGTH)
     assert completion(rig.handle.result(timeout)).token_ids == [1, 2]
 
@@ -310,7 +310,7 @@ def test_several_readers_get_every_token_exactly_once(kind):
     final = completion(rig.handle.result())
     assert final.text == "".join(chr(97 + token % 26) for token in range(total)) + "."
     assert sorted(itertools.chain(*got)) == sorted(final.token_ids)
-    assert rig.readers.wait_any == rig.readers.wait_end == []
+    assert rig.readers.wait_any == rig.readers.wait_end == ()
 
 
 # --- the asynchronous face
@@ -339,7 +339,7 @@ def test_a_timeout_of_ours_withdraws_its_waiter_and_the_request_goes_on():
         for timeout in (0.01, 0, -1):
             with pytest.raises(TimeoutError, match="request 7"):
                 await rig.handle.aresult(timeout)
-            assert rig.readers.wait_end == []
+            assert rig.readers.wait_end == ()
         waiting = asyncio.create_task(rig.handle.aresult(LONG))
         await asyncio.sleep(0)
         rig.deliver(4, finish=FinishReason.LENGTH)
@@ -357,7 +357,7 @@ def test_a_wait_that_is_cancelled_cancels_the_request_while_its_handle_lives(rea
     async def main():
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(getattr(rig.handle, read)(), 0.01)
-        assert rig.readers.wait_end == rig.readers.wait_any == []
+        assert rig.readers.wait_end == rig.readers.wait_any == ()
 
     asyncio.run(main())
     assert set(rig.aborted) == {7}
