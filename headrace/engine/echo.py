@@ -6,9 +6,10 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.config import EchoConfig, EngineConfig, EngineFacts
 from headrace.engine.base import Broadcast, EngineRequest, Float32, Int32, LogprobRows, ProgressHook, StepOutputs
@@ -20,6 +21,9 @@ from headrace.telemetry import IterationStats, KvCacheEvent
 
 LOAD_STEPS = 10
 
+#: tokens of one request that are made at one go: the engine measures the boundary, so it is to cost as little as it can
+BLOCK = 256
+
 
 def echo_token(prompt: Sequence[int], index: int, vocab_size: int, seed: int = 0) -> int:
     """Token ``index`` of the answer to ``prompt``: the prompt over and over, one higher each time round; never 0, the end of sequence.
@@ -28,6 +32,14 @@ def echo_token(prompt: Sequence[int], index: int, vocab_size: int, seed: int = 0
     """
     rounds, place = divmod(index, len(prompt))
     return 1 + (int(prompt[place]) + rounds + seed) % (vocab_size - 1)
+
+
+def echo_tokens(prompt: npt.NDArray[np.int64], start: int, stop: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """``echo_token`` for ``index`` from ``start`` to ``stop``."""
+    rounds, places = np.divmod(np.arange(start, stop), len(prompt))
+    # The seed alone may be as large as an int64.
+    tokens: list[int] = (1 + (prompt[places] + rounds + seed % (vocab_size - 1)) % (vocab_size - 1)).tolist()
+    return tokens
 
 
 def echo_logprob(token: int) -> float:
@@ -94,18 +106,23 @@ class EchoRunner:
 
 
 class _Running:
-    """A request: ``produced`` tokens so far of ``total``, those included that a world before this one generated."""
+    """A request: ``produced`` tokens so far of ``total``. Those count that a world before this one generated, and all of the block that is
+    being given out.
+    """
 
-    __slots__ = ("asks", "begun", "produced", "prompt", "request", "seed", "total")
+    __slots__ = ("asks", "begun", "enders", "produced", "prompt", "request", "seed", "total")
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
-        prompt: list[int] = request.prompt_token_ids.tolist()
         self.produced = request.num_generated
-        self.prompt = prompt[: len(prompt) - self.produced]
+        self.prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - self.produced].astype(np.int64)
         self.total = self.produced + request.max_tokens
         params = request.params
         self.seed = 0 if params.greedy else request.seed
+        # Tokens that end it.
+        self.enders = {*params.stop_token_ids}
+        if params.end_id is not None and not params.ignore_eos:
+            self.enders.add(params.end_id)
         # For more than tokens.
         self.asks = (
             params.logprobs is not None
@@ -115,6 +132,12 @@ class _Running:
         )
         # Whether it has had a step, and with it what it asked for about its prompt.
         self.begun = False
+
+    def ending(self, token: int) -> tuple[FinishReason, int | None]:
+        """How the last token ends it."""
+        if token in self.request.params.stop_token_ids:
+            return FinishReason.STOP, token
+        return (FinishReason.STOP if token in self.enders else FinishReason.LENGTH), None
 
 
 class EchoEngine:
@@ -130,6 +153,10 @@ class EchoEngine:
         self._broadcast = broadcast
         self._waiting: Ranked[_Running] = Ranked()
         self._running: dict[int, _Running] = {}
+        # Of each of them the tokens that follow.
+        self._answers: dict[int, Iterator[int]] = {}
+        # Number of a step -> those whose last token comes with it, if they are still there.
+        self._ending: dict[int, list[_Running]] = {}
         self._arrivals = itertools.count()
         self._ended_early = StepOutputs()
         self._steps = 0
@@ -177,8 +204,10 @@ class EchoEngine:
 
     def cancel(self, request_id: int, finish: FinishReason = FinishReason.ABORT) -> bool:
         """End it in the next step."""
-        if self._waiting.pop(request_id) is None and self._running.pop(request_id, None) is None:
-            return False
+        if self._waiting.pop(request_id) is None:
+            if self._running.pop(request_id, None) is None:
+                return False
+            del self._answers[request_id]
         self._ended_early.add(request_id, (), finish)
         return True
 
@@ -201,6 +230,7 @@ class EchoEngine:
             request_id = running.request.request_id
             self._waiting.pop(request_id)
             self._running[request_id] = running
+            self._answers[request_id] = itertools.chain.from_iterable(self._blocks(running))
         if not self._running:
             return outputs
         began, admitted = time.perf_counter(), len(self._running) - ran
@@ -212,26 +242,16 @@ class EchoEngine:
         self._runner.execute(plan)
         self._steps += 1
         self._tokens += len(self._running)
-        finished = []
-        for request_id, running in self._running.items():
-            token = echo_token(running.prompt, running.produced, self._echo.vocab_size, running.seed)
-            running.produced += 1
-            params = running.request.params
+        tokens = [next(answer) for answer in self._answers.values()]
+        for running, token in zip(self._running.values(), tokens, strict=True):
             if running.asks:
                 self._add_extras(outputs, running, token)
-            finish, stop_reason = None, None
-            if token in params.stop_token_ids:
-                finish, stop_reason = FinishReason.STOP, token
-            elif token == params.end_id and not params.ignore_eos:
-                finish = FinishReason.STOP
-            elif running.produced == running.total:
-                finish = FinishReason.LENGTH
-            outputs.add(request_id, (token,), finish, stop_reason=stop_reason)
-            if finish is not None:
-                finished.append(request_id)
-        decoding = len(self._running)
-        for request_id in finished:
-            del self._running[request_id]
+        decoding = len(tokens)
+        outputs.request_ids += self._running
+        outputs.counts += [1] * decoding
+        outputs.token_ids += tokens
+        outputs.finish += [0] * decoding
+        finished = self._finish(outputs, ended)
         row = IterationStats(
             iteration=self._steps - 1,
             timestamp=time.time(),
@@ -240,11 +260,39 @@ class EchoEngine:
             waiting=len(self._waiting),
             max_running=self._echo.max_batch_size,
             admitted=admitted,
-            ended=ended + len(finished),
+            ended=ended + finished,
             decoding=decoding,
         )
         self.iterations.extend((row,))
         return outputs
+
+    def _blocks(self, running: _Running) -> Iterator[list[int]]:
+        """All of its tokens from the next on, one of which every step takes; each block is made in the step that takes its first one."""
+        while True:
+            first = running.produced
+            running.produced = min(first + BLOCK, running.total)
+            tokens = echo_tokens(running.prompt, first, running.produced, self._echo.vocab_size, running.seed)
+            last = len(tokens) - 1 if running.produced == running.total else None
+            if running.enders:
+                last = next((place for place, token in enumerate(tokens) if token in running.enders), last)
+            if last is not None:
+                self._ending.setdefault(self._steps + last, []).append(running)
+            yield tokens
+
+    def _finish(self, outputs: StepOutputs, first: int) -> int:
+        """Mark the endings of this step, whose tokens lie in ``outputs`` behind ``first`` requests that got none; how many they are."""
+        # One that was cancelled has its ending, and another one may have its id by now.
+        last = [one for one in self._ending.pop(self._steps, ()) if self._running.get(one.request.request_id) is one]
+        places = {request_id: place for place, request_id in enumerate(self._running)} if last else {}
+        for running in last:
+            request_id = running.request.request_id
+            place = places[request_id]
+            finish, stop_reason = running.ending(outputs.token_ids[place])
+            outputs.finish[first + place] = finish
+            if stop_reason is not None:
+                outputs.stop_reasons[request_id] = stop_reason
+            del self._running[request_id], self._answers[request_id]
+        return len(last)
 
     def _add_extras(self, outputs: StepOutputs, running: _Running, token: int) -> None:
         request_id, params, vocab_size = running.request.request_id, running.request.params, self._echo.vocab_size
@@ -255,9 +303,9 @@ class EchoEngine:
         if not running.begun:
             running.begun = True
             if params.prompt_logprobs is not None:
-                outputs.prompt_logprobs[request_id] = echo_logprobs(running.prompt[1:], params.prompt_logprobs, vocab_size)
+                outputs.prompt_logprobs[request_id] = echo_logprobs(running.prompt[1:].tolist(), params.prompt_logprobs, vocab_size)
             if params.return_context_logits:
-                outputs.context_logits[request_id] = echo_logits(running.prompt, vocab_size)
+                outputs.context_logits[request_id] = echo_logits(running.prompt.tolist(), vocab_size)
 
     def reset_prefix_cache(self) -> None:
         """There is none."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.base import EngineRequest
-from headrace.engine.echo import LOAD_STEPS, EchoEngine, EchoRunner, echo_logprob, echo_token
+from headrace.engine.echo import BLOCK, LOAD_STEPS, EchoEngine, EchoRunner, echo_logprob, echo_token, echo_tokens
 from headrace.outputs import FinishReason
 from headrace.params import GuidedDecodingParams, SamplingParams
 
@@ -49,6 +49,41 @@ def test_tokens_are_in_the_vocabulary_and_never_the_end_of_sequence(prompt, inde
 def test_the_prompt_comes_back_one_higher_each_time():
     assert [echo_token([7, 3], index, 1000) for index in range(6)] == [8, 4, 9, 5, 10, 6]
     assert [echo_token([7], index, 10) for index in range(4)] == [8, 9, 1, 2], "modulo the vocabulary, without 0"
+
+
+@settings(database=None, deadline=None, max_examples=60)
+@given(
+    prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
+    start=st.integers(0, 2**20),
+    count=st.integers(0, 20),
+    vocabulary=st.integers(2, 2**20),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_many_tokens_are_the_same_as_one_by_one(prompt, start, count, vocabulary, seed):
+    each = [echo_token(prompt, index, vocabulary, seed) for index in range(start, start + count)]
+    assert echo_tokens(np.array(prompt, np.int64), start, start + count, vocabulary, seed) == each
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1])
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_answer_of_several_blocks_ends_where_it_should(length, stops):
+    last = echo_token([5], length - 1, 100_000)
+    rig = engine(vocab_size=100_000)
+    rig.submit(request(0, [5], length + 2 if stops else length, stop_token_ids=[last] if stops else []))
+    rig.submit(request(1, [6], length - 1))
+    got = run(rig)
+    assert got[0] == ([echo_token([5], k, 100_000) for k in range(length)], FinishReason.STOP if stops else FinishReason.LENGTH)
+    assert got[1] == ([echo_token([6], k, 100_000) for k in range(length - 1)], FinishReason.LENGTH)
+
+
+def test_the_ending_of_a_cancelled_request_is_not_that_of_the_next_with_its_id():
+    rig = engine()
+    rig.submit(request(0, [5], 3))
+    rig.step()
+    assert rig.cancel(0)
+    rig.step()
+    rig.submit(request(0, [9], 5))
+    assert run(rig) == {0: ([echo_token([9], k, 1000) for k in range(5)], FinishReason.LENGTH)}
 
 
 def test_every_request_ends_once_and_gets_its_tokens():
