@@ -47,6 +47,7 @@ from headrace.executor.lifecycle import (
     Suspend,
     WorldState,
 )
+from headrace.executor.mailbox import Waiter, wake
 from headrace.executor.pairing import Pairing
 from headrace.executor.pauses import PauseCalls
 from headrace.executor.sources import Sources
@@ -81,8 +82,9 @@ worker_log = logging.getLogger("headrace.worker")
 #: logged for what must not happen
 FAULT = "fault in the dispatch thread; it goes on"
 
-#: frames that are read before the other sources get their turn
-FRAMES_PER_TURN = 256
+#: frames that are read before the other sources get their turn, and those who wait for them are woken. So many only lie there when they
+#: come faster than readers take them, and then a piece of many tokens costs a reader hardly more than one of one token.
+FRAMES_PER_TURN = 64
 #: the same where postprocess workers wait for what they bring, and readers for their answers
 FRAMES_PER_FEED = 8
 #: frames that are read when a world has died, before anybody is told: more than fit between rank 0 and here; a living rank 0, whose world
@@ -278,12 +280,21 @@ class Dispatcher:
     # --- what arrives
 
     def _read_results(self) -> None:
-        for _ in range(FRAMES_PER_TURN if self._texts is None else FRAMES_PER_FEED):
-            if not self._read_result(0.0):
-                return
+        self._read_frames(FRAMES_PER_TURN if self._texts is None else FRAMES_PER_FEED)
 
-    def _read_result(self, timeout: float) -> bool:
-        """Take one frame; whether there was one."""
+    def _read_frames(self, most: int) -> None:
+        """Take what is there, and wake those who wait for it, once."""
+        waiters: list[Waiter] = []
+        try:
+            for _ in range(most):
+                if not self._read_result(0.0, waiters):
+                    return
+        finally:
+            # Whatever became of the frames behind it: what has been delivered is there to be read.
+            wake(waiters)
+
+    def _read_result(self, timeout: float, waiters: list[Waiter]) -> bool:
+        """Take one frame, and add those who are to be woken for it; whether there was one."""
         assert self.world.results is not None
         message = self.world.results.recv(timeout)
         if message is None:
@@ -291,7 +302,7 @@ class Dispatcher:
         if self._recorder is not None and isinstance(message, Deltas | ShutdownDone):
             self._recorder.received(message)
         if isinstance(message, Deltas):
-            self._deliver(message)
+            self._deliver(message, waiters)
         elif isinstance(message, Connected):
             self._greeted("result")
         elif isinstance(message, PauseState):
@@ -319,8 +330,12 @@ class Dispatcher:
         for _ in range(MAX_LAST_WORDS):
             if self.world.results is None or self.lifecycle.state not in (*SERVING, WorldState.DRAINING):
                 return
-            if not self._read_result(LAST_WORDS_PATIENCE):
-                return
+            waiters: list[Waiter] = []
+            try:
+                if not self._read_result(LAST_WORDS_PATIENCE, waiters):
+                    return
+            finally:
+                wake(waiters)
 
     def _read_greetings(self) -> None:
         assert self.world.requests is not None
@@ -332,8 +347,8 @@ class Dispatcher:
         if self.lifecycle.state in (WorldState.STARTING, WorldState.REVIVING):
             self.world.greeting.heard(channel)
 
-    def _deliver(self, deltas: Deltas) -> None:
-        self.pairing.deliver(deltas, ready=self.lifecycle.state in SERVING or self._shutdown is not None)
+    def _deliver(self, deltas: Deltas, waiters: list[Waiter]) -> None:
+        self.pairing.deliver(deltas, waiters, ready=self.lifecycle.state in SERVING or self._shutdown is not None)
         self._send_shutdown()
         self.flush()
 

@@ -37,15 +37,16 @@ class Pairing:
         self.bad_frames = 0
         self._max_deaths = max_deaths
 
-    def deliver(self, deltas: Deltas, ready: bool) -> None:
-        """Route one frame to its mailboxes and wake each event loop once. ``ready``: the world that sent it still takes requests."""
+    def deliver(self, deltas: Deltas, waiters: list[Waiter], ready: bool) -> None:
+        """Route one frame to its mailboxes. ``waiters``: gets those who are to be woken for it. ``ready``: the world that sent it still
+        takes requests.
+        """
         try:
             ids, counts, tokens, finish = unpack(deltas)
         except (TypeError, ValueError, IndexError) as error:
             self.bad_frames += 1
             log.warning("a result frame is dropped: %s", str(error))
             return
-        waiters: list[Waiter] = []
         stopped: list[int] = []
         ledger = self.ledger
         start = 0
@@ -74,7 +75,6 @@ class Pairing:
             # Not on the last words of a world that has died: what is held is for the next one.
             if ready and ledger.may_resume:
                 self.resume()
-        wake(waiters)
 
     def _deliver_one(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import nullcontext
 
 import pytest
 
@@ -38,19 +39,63 @@ def admit(dispatcher: Dispatcher, request_id: int) -> GenerationResult:
     return result
 
 
+def deliver(dispatcher: Dispatcher, message: Deltas) -> None:
+    dispatcher._deliver(message, [])
+
+
 def deltas(request_id: int, *tokens: int, finish: FinishReason | None = None) -> Deltas:
     return Deltas(1, Buffer.int64([request_id]), Buffer.int32([len(tokens)]), Buffer.int32(tokens), bytes([finish or 0]))
+
+
+class Loop:
+    """An event loop that nobody runs: how often it was woken."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def create_future(self) -> object:
+        return object()
+
+    def call_soon_threadsafe(self, callback, futures) -> None:
+        self.woken += 1
+
+
+class Frames:
+    """A result channel."""
+
+    def __init__(self, *frames: Deltas | Exception) -> None:
+        self.frames = list(frames)
+
+    def recv(self, timeout: float = 0.0) -> Deltas | None:
+        frame = self.frames.pop(0) if self.frames else None
+        if isinstance(frame, Exception):
+            raise frame
+        return frame
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_frames_that_came_meanwhile_wake_their_readers_once_whatever_is_behind_them(dispatcher, fault):
+    """A21: woken for each, readers that are slower than the frames would fall back for ever; not woken at all, they would wait for ever."""
+    results, loop = [admit(dispatcher, request_id) for request_id in range(2)], Loop()
+    for result in results:
+        assert result._enlist(False, loop) is not None  # type: ignore[arg-type]
+    dispatcher.world.results = Frames(deltas(0, 7), deltas(1, 5), deltas(0, 8, 9), *([RuntimeError("a bug of ours")] if fault else []))  # type: ignore[assignment]
+    with pytest.raises(RuntimeError) if fault else nullcontext():
+        dispatcher._read_results()
+    assert loop.woken == 1 and [result.mailboxes[0].unread_tokens for result in results] == [[7, 8, 9], [5]]
+    for result in results:
+        assert result._enlist(False, loop) is None, "there is something to read"
 
 
 @pytest.mark.parametrize("finish", [None, FinishReason.LENGTH])
 def test_the_last_words_of_a_dead_world_neither_count_nor_resume_what_is_held(dispatcher, finish):
     """A26: frames that are read after the death was decided. Resumed by one of them, a request would be sent to nobody and never end."""
     results = [admit(dispatcher, request_id) for request_id in range(2)]
-    dispatcher._deliver(deltas(0, 7))
+    deliver(dispatcher, deltas(0, 7))
     dispatcher._handle(Lost(EngineDeadError("killed")))
     assert dispatcher.lifecycle.state is WorldState.RESTARTING
-    dispatcher._deliver(deltas(0, 8, finish=finish))
-    dispatcher._deliver(deltas(1, 8, finish=finish))
+    deliver(dispatcher, deltas(0, 8, finish=finish))
+    deliver(dispatcher, deltas(1, 8, finish=finish))
     assert [entry.phase for entry in dispatcher.pairing.ledger._live.values()] == [Phase.HELD, Phase.HELD]
     assert dispatcher.pairing.ledger.late_deltas == 2 and dispatcher.pairing.ledger.balanced()
     assert results[0].mailboxes[0].unread_tokens == [7] and not results[0].finished
@@ -143,9 +188,9 @@ def sent(dispatcher: Dispatcher) -> Sent:
 def test_a_drain_lets_those_that_are_held_have_their_turn(dispatcher, sent):
     """A27, A32: the mark goes behind the last of them."""
     dispatcher._handle(Close(True, 10.0))
-    dispatcher._deliver(deltas(0, 7, finish=FinishReason.LENGTH))
+    deliver(dispatcher, deltas(0, 7, finish=FinishReason.LENGTH))
     assert sent.requests() == [0, 1]
-    dispatcher._deliver(deltas(1, 7))
+    deliver(dispatcher, deltas(1, 7))
     assert sent.requests() == [0, 1, 2] and sent.messages[-1] == Shutdown(drain=True)
     assert sum(isinstance(message, Shutdown) for message in sent.messages) == 1
 
@@ -173,7 +218,7 @@ def test_a_drain_of_a_paused_world_lets_it_go_on_before_those_that_are_held_have
     dispatcher._handle(Close(True, 10.0))
     assert sent.messages[-1] == Resume(1) and isinstance(call.error, ClosedError) and call.done.wait(0.0)
     for request_id in range(3):
-        dispatcher._deliver(deltas(request_id, 7, finish=FinishReason.LENGTH))
+        deliver(dispatcher, deltas(request_id, 7, finish=FinishReason.LENGTH))
     assert sent.requests() == [0, 1, 2] and sent.messages[-1] == Shutdown(drain=True)
 
 
@@ -221,7 +266,7 @@ def test_a_death_while_the_held_have_their_turn_ends_all(dispatcher, sent):
     dispatcher._handle(Close(True, 10.0))
     dispatcher._handle(Lost(EngineDeadError("killed")))
     assert len(dispatcher.pairing.ledger) == 0 and not any(isinstance(message, Shutdown) for message in sent.messages)
-    dispatcher._deliver(deltas(0, 7))
+    deliver(dispatcher, deltas(0, 7))
     assert sent.requests() == [0]
 
 
@@ -245,7 +290,7 @@ def test_frames_that_make_no_sense_are_counted_and_change_nothing(dispatcher):
         Deltas(1, good.request_ids, good.counts, good.token_ids, b"\x63"),
         Deltas(1, Buffer(b"odd"), good.counts, good.token_ids, b"\0"),
     ):
-        dispatcher._deliver(bad)
+        deliver(dispatcher, bad)
     assert dispatcher.pairing.bad_frames == 5 and result.mailboxes[0].unread_tokens == []
-    dispatcher._deliver(good)
+    deliver(dispatcher, good)
     assert result.mailboxes[0].unread_tokens == [7]

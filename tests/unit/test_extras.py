@@ -72,6 +72,7 @@ class Rig:
                 bytes([finish or 0]),
                 **{name: {0: value} for name, value in extras.items()},
             ),
+            [],
             ready=True,
         )
 
