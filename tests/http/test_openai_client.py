@@ -15,6 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace import LLM
+from headrace.bench.report import read_report
+from headrace.cli import main as cli_main
 from headrace.lora import LoraRequest
 from headrace.serve.settings import ServeSettings
 from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, chat, echo_llm, parse_events
@@ -296,3 +298,33 @@ def test_the_answers_are_those_of_the_reference(model: Site, real: openai.OpenAI
     tokens = [token for choice in choices for token in choice["token_ids"]]
     assert tokens == chinese["output_ids_ignore_eos"][:12]
     assert "".join(choice["text"] for choice in choices) == model.service.llm.tokenizer.decode(tokens)
+
+
+def test_the_service_measured_by_its_own_client(echo: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """``headrace bench serve``, another client of OpenAI's API: lengths are exact, sums add up, and no report has the key."""
+    report = tmp_path / "report.json"
+    server = ("--base-url", echo.url, "--api-key", "secret", "--tokenizer", "smollm2-135m", "--ignore-eos", "--min-tokens")
+    lengths = ("--num-requests", "8", "--input-len", "9", "--output-len", "6", "--output-len-std", "2")
+    load = (*lengths, "--concurrency", "1", "4")
+    assert cli_main(["bench", "serve", *server, *load, "--report", str(report)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("Serving Benchmark Result") == 2 and "output tokens counted by usage (20 requests)" in captured.err
+    assert "secret" not in report.read_text()
+    made = read_report(report)
+    (model,) = echo.get("/v1/models", Authorization="Bearer secret").json["data"]
+    assert (made.kind, made.engine["model"], made.settings["api_key"]) == ("serve", model["id"], "***")
+    for run, limit in zip(made.runs, (1, 4), strict=True):
+        assert (run.completed, run.failed, run.max_concurrency) == (8, 0, limit) and run.max_concurrent_requests <= limit
+        assert run.total_input_tokens == 72 and run.total_output_tokens == sum(record.output_tokens for record in run.records)
+        assert all(record.finish_reason == "length" and 0 < len(record.events) <= record.output_tokens for record in run.records)
+    # The same lengths in both, of different tokens.
+    assert len({run.total_output_tokens for run in made.runs}) == 1
+
+    # A chat, compared with what is something else; what the server refuses is counted and told.
+    chat = ("--endpoint", CHAT, "--model", "unknown")
+    assert cli_main(["bench", "serve", *server, *load, *chat, "--compare", str(report)]) == 1
+    captured = capsys.readouterr()
+    assert "8 failed: HTTP 404" in captured.out and "the model 'unknown' does not exist" in captured.err
+    assert "endpoint: '/v1/completions' and '/v1/chat/completions'" in captured.err
+    assert cli_main(["bench", "compare", str(report), str(report)]) == 0
+    assert capsys.readouterr().out.count("1.000") > 20

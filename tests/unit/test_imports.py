@@ -78,7 +78,8 @@ OWNERS = {
     "zmq": {"headrace.ipc.zmq_channel", "headrace.bench.boundary.baseline"},
     "mpi4py": {"headrace.worker.world"},
     "torch": {"headrace.engine.runners"},
-    "aiohttp": {"headrace.serve"},
+    "aiohttp": {"headrace.serve", "headrace.bench.openai_target"},
+    "matplotlib": {"headrace.bench.plots"},
 }
 
 #: modules that must not run a thread, a clock or I/O: whatever happens in them can be tested by calling them
@@ -96,7 +97,7 @@ PURE = {
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 
 #: never imported at the top of any module, for each takes long or is needed in one kind of process only
-LATE = {"torch", "llguidance", "transformers", "huggingface_hub", "onnxruntime", "tensorrt"}
+LATE = {"torch", "llguidance", "matplotlib", "transformers", "huggingface_hub", "onnxruntime", "tensorrt"}
 #: the same for what ranks consist of: they have no event loop, and every start of a world would pay for it
 LATE_IN_RANKS = LATE | {"asyncio"}
 RANKS = {"headrace.worker", "headrace.ipc", "headrace.engine"}

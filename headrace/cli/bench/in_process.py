@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace, kind: Kind, streaming: bool) -> int:
     """Measure; 1 if a request failed."""
     options.check_report(arguments)
     params = _params(arguments)
+    options.check_report_options(arguments)
     samples = options.file_samples(arguments)
     date = options.now()
     import msgspec

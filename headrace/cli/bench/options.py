@@ -7,12 +7,15 @@ import datetime
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.compare import compare, comparison_table
 from headrace.bench.dataset import DatasetError, Sample, read_jsonl
-from headrace.bench.report import Kind, Report, Run, this_machine, write_report
+from headrace.bench.html_report import Named, html_report
+from headrace.bench.plots import require_matplotlib
+from headrace.bench.report import Kind, Report, Run, read_report, this_machine, write_report
 from headrace.bench.summary import SLOS
 from headrace.bench.sweep import Load
 from headrace.bench.table import run_table, sweep_table
@@ -148,6 +151,16 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     group.add_argument("--report", "--report-json", "--output-json", dest="report", metavar="FILE", help="write all figures as JSON")
     group.add_argument("--no-records", action="store_true", help="leave the times of single requests out of it")
+    group.add_argument("--html", metavar="FILE", help="write a page with tables and plots (needs matplotlib: the extra bench)")
+    group.add_argument("--compare", metavar="FILE", help="print the ratios to an earlier report of the same measurement")
+
+
+def check_report_options(arguments: argparse.Namespace) -> None:
+    """Before a run of minutes: whether its report can be made. Raises HeadraceError, OSError."""
+    if arguments.html is not None:
+        require_matplotlib()
+    if arguments.compare is not None:
+        read_report(arguments.compare)
 
 
 def load_of(arguments: argparse.Namespace, streaming: bool) -> Load:
@@ -212,20 +225,41 @@ def show(title: str, run: Run) -> None:
     print(run_table(title, run), flush=True)
 
 
-def finish(arguments: argparse.Namespace, kind: Kind, date: str, engine: dict[str, Any], runs: Sequence[Run]) -> int:
-    """Print the sweep, write the report; 1 if a request failed. Raises OSError."""
+def finish(
+    arguments: argparse.Namespace, kind: Kind, date: str, engine: dict[str, Any], runs: Sequence[Run], secrets: Collection[str] = ()
+) -> int:
+    """Print the sweep, write the report; 1 if a request failed.
+
+    ``secrets``: what stands as *** in the report, wherever in the command line or a setting. Raises OSError, ReportError, DifferentError.
+    """
     if len(runs) > 1:
         print(sweep_table(runs))
+    report = Report(
+        kind=kind,
+        date=date,
+        machine=this_machine(),
+        command=_hidden(["headrace", *sys.argv[1:]], secrets),
+        settings=_hidden(settings_of(arguments), secrets),
+        engine=engine,
+        runs=list(runs),
+    )
     if arguments.report is not None:
-        report = Report(
-            kind=kind,
-            date=date,
-            machine=this_machine(),
-            command=["headrace", *sys.argv[1:]],
-            settings=settings_of(arguments),
-            engine=engine,
-            runs=list(runs),
-        )
         write_report(arguments.report, report)
         print(f"headrace: report in {Path(arguments.report).absolute()}", file=sys.stderr)
+    if arguments.html is not None:
+        Path(arguments.html).write_text(html_report([Named(kind, report)]), encoding="utf-8")
+        print(f"headrace: page in {Path(arguments.html).absolute()}", file=sys.stderr)
+    if arguments.compare is not None:
+        print(comparison_table(compare(read_report(arguments.compare), report), arguments.compare, "this run"))
     return 1 if any(run.failed for run in runs) else 0
+
+
+def _hidden(value: Any, secrets: Collection[str]) -> Any:
+    if isinstance(value, str):
+        # The longest first: one may be a part of another.
+        for secret in sorted(filter(None, secrets), key=len, reverse=True):
+            value = value.replace(secret, "***")
+        return value
+    if isinstance(value, dict):
+        return {name: _hidden(one, secrets) for name, one in value.items()}
+    return [_hidden(one, secrets) for one in value] if isinstance(value, list | tuple) else value
