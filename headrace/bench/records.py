@@ -42,6 +42,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.events[0][0] - self.sent_s if self.events else None
 
     @property
+    def send_delay(self) -> float:
+        """How long after its time it was sent, in seconds: held up by a limit on concurrency, or by a client that does not keep up."""
+        return self.sent_s - self.scheduled_s
+
+    @property
     def e2e(self) -> float:
         """End-to-end latency, vLLM's E2EL: from sending to the end, in seconds."""
         return self.finished_s - self.sent_s

@@ -65,8 +65,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         output_throughput: total_output_tokens / duration.
         total_token_throughput: input and output tokens / duration.
         per_user_output_throughput: mean over requests of output_tokens / e2e, trtllm-bench's "Per User Output Throughput [w/ ctx]".
-        metrics: ttft_ms, tpot_ms, itl_ms, itl_per_token_ms, e2el_ms -> statistics over the completed requests; see ``RequestRecord``. One
-            that no request has is missing.
+        metrics: ttft_ms, tpot_ms, itl_ms, itl_per_token_ms, e2el_ms, send_delay_ms -> statistics over the completed requests; see
+            ``RequestRecord``. One that no request has is missing.
         slos: what goodput asks for: ttft, tpot, e2el -> most milliseconds.
         request_goodput: requests that keep all of ``slos`` / duration; None without them.
         errors: message -> failed requests that had it.

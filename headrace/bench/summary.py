@@ -49,7 +49,7 @@ def summarize(
         records: of at least one request; those that failed count towards ``duration``, ``failed`` and ``errors`` only.
         streaming: whether tokens came as they were made; without it the times of tokens say nothing and are left out.
         slos: of ``SLOS``, most milliseconds.
-        about: further fields of ``Run``.
+        about: further fields of ``Run``; with a ``request_rate`` there is a metric for how late requests were sent.
     """
     done = [record for record in records if record.ok]
     began, ended = min(record.sent_s for record in records), max(record.finished_s for record in records)
@@ -73,7 +73,7 @@ def summarize(
         output_throughput=_rate(outputs, duration),
         total_token_throughput=_rate(inputs + outputs, duration),
         per_user_output_throughput=sum(users) / len(users) if users else 0.0,
-        metrics=_metrics(done, streaming),
+        metrics=_metrics(done, streaming, paced=about.get("request_rate") is not None),
         slos=dict(slos or {}),
         request_goodput=good,
         errors=dict(Counter(record.error for record in records if record.error is not None)),
@@ -100,7 +100,7 @@ def most_at_once(records: Iterable[RequestRecord]) -> int:
     return most
 
 
-def _metrics(done: Sequence[RequestRecord], streaming: bool) -> dict[str, Stats]:
+def _metrics(done: Sequence[RequestRecord], streaming: bool, paced: bool) -> dict[str, Stats]:
     values: dict[str, list[float]] = {}
     if streaming:
         values["ttft_ms"] = [ttft * 1e3 for record in done if (ttft := record.ttft) is not None]
@@ -108,6 +108,8 @@ def _metrics(done: Sequence[RequestRecord], streaming: bool) -> dict[str, Stats]
         values["itl_ms"] = [gap * 1e3 for record in done for gap in record.itl]
         values["itl_per_token_ms"] = [gap * 1e3 for record in done for gap in record.itl_per_token]
     values["e2el_ms"] = [record.e2e * 1e3 for record in done]
+    if paced:
+        values["send_delay_ms"] = [record.send_delay * 1e3 for record in done]
     every = {name: statistics(each) for name, each in values.items()}
     return {name: stats for name, stats in every.items() if stats is not None}
 

@@ -8,13 +8,17 @@ from headrace.bench.report import Run
 
 WIDTH = 58
 
-#: metric -> its heading and its name in vLLM's tables
+#: metric -> its heading and its name in vLLM's tables, which have no delays of sending
 METRICS = {
     "ttft_ms": ("Time to First Token", "TTFT"),
     "tpot_ms": ("Time per Output Token (excl. 1st token)", "TPOT"),
     "itl_ms": ("Inter-token Latency", "ITL"),
     "e2el_ms": ("End-to-end Latency", "E2EL"),
+    "send_delay_ms": ("Sent after its Time", "delay"),
 }
+
+#: those that the runs of a sweep are compared by
+COMPARED = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
 def run_table(title: str, run: Run) -> str:
@@ -30,11 +34,11 @@ def sweep_table(runs: Sequence[Run]) -> str:
         ("Output tok/s", [f"{run.output_throughput:.2f}" for run in runs]),
         ("Tok/s/user", [f"{run.per_user_output_throughput:.2f}" for run in runs]),
     ]
-    for metric, (_, name) in METRICS.items():
+    for metric in COMPARED:
         for statistic in ("median", "p99"):
             cells = [f"{getattr(run.metrics[metric], statistic):.2f}" if metric in run.metrics else "-" for run in runs]
             if any(cell != "-" for cell in cells):
-                columns.append((f"{statistic.capitalize()} {name} ms", cells))
+                columns.append((f"{statistic.capitalize()} {METRICS[metric][1]} ms", cells))
     if any(run.request_goodput is not None for run in runs):
         columns.append(("Goodput req/s", ["-" if run.request_goodput is None else f"{run.request_goodput:.2f}" for run in runs]))
     if any(run.failed for run in runs):

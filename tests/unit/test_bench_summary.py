@@ -64,6 +64,13 @@ def test_without_streaming_there_are_no_times_of_tokens():
     assert run.max_output_tokens_per_s is None
 
 
+def test_how_late_requests_were_sent_is_told_where_they_had_a_time():
+    late = [record(0, scheduled_s=-0.25), record(1, sent=1.0, scheduled_s=1.0), FAILED]
+    stats = summarize("late", late, request_rate=1.0).metrics["send_delay_ms"]
+    assert (stats.mean, stats.max, stats.n) == (125.0, 250.0, 2)
+    assert "send_delay_ms" not in summarize("at once", late).metrics
+
+
 def test_a_metric_that_nobody_has_is_missing():
     assert set(summarize("one", [record(times=(0.5,))]).metrics) == {"ttft_ms", "e2el_ms"}
 

@@ -61,9 +61,15 @@ def run(arguments: argparse.Namespace, kind: Kind, streaming: bool) -> int:
     }
     runs: list[Run] = []
     with LLM(**settings) as llm:
-        samples, warmup = _samples(arguments, llm, samples)
-        run_until_interrupted(_measure(arguments, llm, samples, warmup, params, kind, streaming, runs))
         engine: dict[str, Any] = msgspec.to_builtins(llm.facts)
+        samples, warmup = _samples(arguments, llm, samples)
+        try:
+            run_until_interrupted(_measure(arguments, llm, samples, warmup, params, kind, streaming, runs))
+        except BaseException:
+            # An interrupt, or a death: what took long to measure is kept.
+            if runs:
+                options.finish(arguments, kind, date, engine, runs)
+            raise
     return options.finish(arguments, kind, date, engine, runs)
 
 
