@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from headrace.errors import EngineDeadError, StartupError
 from headrace.executor.exit_status import exit_cause
 from headrace.executor.launchers.base import ExitCause, LaunchedWorld
+from headrace.executor.launchers.janitor import EXIT_ORPHANED
 
 #: seconds that a death may be held back to learn its cause
 CAUSE_GRACE = 0.5
@@ -112,6 +113,9 @@ class WorldMonitor:
         """What is known about the end of this world, as the error that its waiters get."""
         kind = StartupError if starting else EngineDeadError
         first = self._dead[0] if self._dead else None
+        # A rank that followed its mpiexec may be seen before it: where one thread sees both at one go, the order says nothing.
+        if self._exit is not None and first is not None and first.cause is not None and first.cause.exit_code == EXIT_ORPHANED:
+            first = next((dead for dead in self._dead if dead.cause is not None and dead.cause.exit_code != EXIT_ORPHANED), None)
         # Of what mpiexec reports, which may be the end of another rank, or its own, only if nothing better is known.
         cause = (first.cause if first is not None else None) or self._exit or ExitCause(None, None)
         how = _how(cause)
