@@ -24,7 +24,9 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         # Only the time that a leak is given to go away by itself is shortened.
         pytester.makeconftest(CONFTEST.read_text().replace("SETTLE = 5.0", "SETTLE = 0.3"))
         pytester.makepyfile(source)
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-q")
+        # Plugins that nothing here needs and that take longer to load than these tests.
+        plugins = ("cacheprovider", "schemathesis", "xdist", "anyio")
+        return pytester.runpytest_subprocess("-q", *(f"-pno:{name}" for name in plugins))
 
     return run_inner
 
