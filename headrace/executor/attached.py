@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from headrace.config import EngineConfig
 from headrace.errors import EngineDeadError, StartupError
 from headrace.executor.attachment import LINGER, Attachment
-from headrace.executor.launchers.base import ExitCause
+from headrace.executor.launchers.base import ExitCause, Launcher
 from headrace.executor.monitor import WorldMonitor
 from headrace.executor.outbox import Outbox, SentHook
-from headrace.executor.world import World
+from headrace.executor.turns import SuspectTurn
+from headrace.executor.world import OwnWorlds, World, Worlds
 from headrace.ipc.channel import Address
 from headrace.ipc.greeting import Greeting
 from headrace.ipc.messages import AnyMessage, Farewell, LaneOrdered, LaneReady, WorldHung, WorldLost
@@ -122,6 +124,7 @@ class OwnerMonitor(WorldMonitor):
 class AttachedWorld(World):
     """One world of the owner's, as our lane has it. Another follows when the owner says that this one is lost, but not for good."""
 
+    owned = False
     # Rank 0 waits for our Farewell.
     linger = LINGER
 
@@ -169,20 +172,22 @@ class AttachedWorld(World):
             bytes(message.key.view),
         )
 
-    def ended(self) -> None:
-        """Rank 0 has sent its last message because the owner closes the world. It waits until it knows that we have read it."""
+    def closed_by_owner(self) -> bool:
+        """It is. Rank 0 waits until it knows that we have read all."""
         assert self._owner is not None and self.outbox is not None
         self.outbox.put(Farewell())
         self._owner.lose(EngineDeadError(f"the world was closed by the process that owns it (pid {self._owner.world.pid})"), final=True)
+        return True
 
     def left(self) -> None:
-        """Rank 0 has sent its last message because we wanted so."""
+        """Nothing of us is there any more; the world goes on."""
         assert self._owner is not None
         self._owner.leave()
 
-    def hung(self, error: EngineDeadError) -> None:
+    def hung(self, error: EngineDeadError) -> bool:
         """Tell the owner, who decides."""
         self._attachment.tell(WorldHung(str(error)))
+        return False
 
     def kill(self) -> None:
         """Leave: whatever we still have in the world is cancelled there. Of a world that is lost there is nothing to leave."""
@@ -190,3 +195,31 @@ class AttachedWorld(World):
         if not self._owner.gone:
             self._attachment.detach()
             self._owner.leave()
+
+
+class LentWorlds:
+    """Those of the owner. There is a lane for us in each, over all of which ``attachment`` lasts."""
+
+    owned = False
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self.first_id = attachment.first_id
+        self.handle: Path | None = attachment.path
+
+    def next(self, config: EngineConfig) -> World:
+        """As all of these as ``Worlds`` has them."""
+        return AttachedWorld(config, self._attachment)
+
+    def share(self, turn: SuspectTurn) -> None:
+        """The owner gives turns."""
+        turn.share(self._attachment.tell)
+
+    def close(self) -> None:
+        """Leave."""
+        self._attachment.close()
+
+
+def worlds_of(launcher: Launcher | Attachment) -> Worlds:
+    """The one place that asks whose they are."""
+    return LentWorlds(launcher) if isinstance(launcher, Attachment) else OwnWorlds(launcher)

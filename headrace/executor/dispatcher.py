@@ -14,11 +14,8 @@ from collections import deque
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ClosedError, EngineDeadError, StartupError
 from headrace.executor.admission import QueueLimits
-from headrace.executor.attached import AttachedWorld
-from headrace.executor.attachment import Attachment
 from headrace.executor.doorbell import Doorbell
 from headrace.executor.hub import LaneHub, Loss
-from headrace.executor.launchers.base import Launcher
 from headrace.executor.lifecycle import (
     HOLDING,
     SERVING,
@@ -55,7 +52,7 @@ from headrace.executor.stacks import AskStacks, StackCollector
 from headrace.executor.startup import ProgressListener, ProgressTeller, startup_error
 from headrace.executor.texts.pool import TextPool
 from headrace.executor.turns import SuspectTurn
-from headrace.executor.world import World
+from headrace.executor.world import Worlds
 from headrace.ipc.messages import (
     AnyMessage,
     Connected,
@@ -104,7 +101,7 @@ class Dispatcher:
     def __init__(
         self,
         config: EngineConfig,
-        launcher: Launcher | Attachment,
+        worlds: Worlds,
         start_timeout: float,
         policy: RestartPolicy,
         limits: QueueLimits,
@@ -130,13 +127,12 @@ class Dispatcher:
         self.replayable = policy.attempts > 0
         # The world that there is, or was: another takes its place when it is launched. Replaced under the lock.
         self._config = config
-        self._launcher = launcher
-        self.world = self._new_world()
+        self._worlds = worlds
+        self.world = worlds.next(config)
         # Who has lanes of this world, if we own it and somebody has asked for them; set under the lock.
         self.hub: LaneHub | None = None
         self.turn = SuspectTurn(self.pairing)
-        if isinstance(launcher, Attachment):
-            self.turn.share(launcher.tell)
+        worlds.share(self.turn)
         self._progress = ProgressTeller(on_progress)
         self._recorder = recorder
         # From any thread, finalizer or signal handler: ids to cancel, and what else only this thread may do.
@@ -191,14 +187,9 @@ class Dispatcher:
         finally:
             if self.hub is not None:
                 self.hub.stop()
-            if isinstance(self._launcher, Attachment):
-                self._launcher.close()
+            self._worlds.close()
             self._sources.clear()
             self.over.ring()
-
-    def _new_world(self) -> World:
-        launcher = self._launcher
-        return AttachedWorld(self._config, launcher) if isinstance(launcher, Attachment) else World(self._config, launcher)
 
     def _release(self) -> None:
         # Its sources are forgotten first, or a fault half-way would leave closed ones to wait for.
@@ -209,7 +200,7 @@ class Dispatcher:
         if not self.world.closed:
             self._release()
         with self.lock:
-            self.world = self._new_world()
+            self.world = self._worlds.next(self._config)
             self.pairing.outbox = None
         self._launch()
 
@@ -311,16 +302,13 @@ class Dispatcher:
                 if self.pauses.answered(message.number, message.paused) and self.lifecycle.state in SERVING:
                     self.lifecycle.handle(PauseAsked() if message.paused else ResumeAsked(), time.monotonic())
         elif isinstance(message, LaneReady):
-            assert isinstance(self.world, AttachedWorld)
             self.world.served(message)
             self._started(message.facts)
-        elif isinstance(self.world, AttachedWorld) and self.lifecycle.state in SERVING:
-            self.world.ended()
+        elif self.lifecycle.state in SERVING and self.world.closed_by_owner():
             self.flush()
         else:
             self._handle(Done())
-            if isinstance(self.world, AttachedWorld):
-                self.world.left()
+            self.world.left()
         return True
 
     def _read_last_words(self) -> None:
@@ -361,7 +349,7 @@ class Dispatcher:
 
     def _read_news(self) -> None:
         world = self.world
-        assert isinstance(world, AttachedWorld) and world.news is not None
+        assert world.news is not None
         while world is self.world and not world.closed and (message := world.news.recv()) is not None:
             if isinstance(message, WorldLost) and not message.final and self.lifecycle.state is WorldState.STARTING:
                 # Nothing of ours is lost with it: we start with the next.
@@ -427,11 +415,8 @@ class Dispatcher:
                 self._handle(item)
             elif isinstance(item, Lost):
                 # The world that was meant may have died by itself meanwhile, or be on its way out.
-                if self.lifecycle.state in SERVING:
-                    if isinstance(self.world, AttachedWorld):
-                        self.world.hung(item.error)
-                    else:
-                        self._handle(item)
+                if self.lifecycle.state in SERVING and self.world.hung(item.error):
+                    self._handle(item)
             elif isinstance(item, AskStacks):
                 # Here, for this thread closes the descriptors of ranks that die, and another process may get their numbers.
                 if self.world.monitor is not None and not self.world.closed:
@@ -502,8 +487,7 @@ class Dispatcher:
         elif isinstance(action, SendShutdown):
             with self.lock:
                 self.pauses.fail(ClosedError("the executor is closed"))
-                owned = not isinstance(self.world, AttachedWorld)
-                if action.drain and owned and self.lifecycle.paused and self.world.outbox is not None:
+                if action.drain and self.world.owned and self.lifecycle.paused and self.world.outbox is not None:
                     # Before the shutdown mark, which waits for those that are held, and they for what the world holds.
                     self.world.outbox.put(Resume(self.pauses.last))
             if not action.drain:
@@ -543,7 +527,7 @@ class Dispatcher:
             with self.lock:
                 # Not after a resume that came since this was decided: its mark is in the outbox already.
                 # The world is the owner's, and whoever is attached is told by it what stands.
-                if self.lifecycle.paused and not isinstance(self.world, AttachedWorld):
+                if self.lifecycle.paused and self.world.owned:
                     self.world.outbox.put(Pause(self.pauses.last, "keep"))
         elif isinstance(action, ResumeHeld):
             self.pairing.resume()

@@ -15,6 +15,7 @@ from typing import get_args
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ChannelError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import QueueLimits
+from headrace.executor.attached import worlds_of
 from headrace.executor.attachment import Attachment
 from headrace.executor.control_line import refusal
 from headrace.executor.dispatcher import Dispatcher
@@ -107,11 +108,12 @@ class GenerationExecutorProxy(EngineCalls):
         self._hub_lock = threading.Lock()
         self._recorder = None if record is None else Recorder(record, config, with_prompts=record_prompts)
         limits = limits or QueueLimits()
-        self._dispatcher = Dispatcher(config, launcher, start_timeout, on_engine_death, limits, on_progress, self._recorder)
+        self._worlds = worlds_of(launcher)
+        self._dispatcher = Dispatcher(config, self._worlds, start_timeout, on_engine_death, limits, on_progress, self._recorder)
         super().__init__(self._dispatcher)
         self._owner = os.getpid()
         # Ids rise in the order of registration; both happen under the dispatcher's lock.
-        self._next_id = launcher.first_id if isinstance(launcher, Attachment) else 0
+        self._next_id = self._worlds.first_id
         self._texts: TextPool | None = None
         dispatcher = self._dispatcher
         self._heartbeat = HeartbeatThread(
@@ -168,9 +170,8 @@ class GenerationExecutorProxy(EngineCalls):
 
         Raises EngineDeadError, ClosedError: there is no world to share. OSError, StartupError: it cannot be made.
         """
-        launcher = self._launcher
-        if isinstance(launcher, Attachment):
-            return launcher.path
+        if self._worlds.handle is not None:
+            return self._worlds.handle
         dispatcher = self._dispatcher
         with self._hub_lock:
             if self.state not in GIVES_LANES:
@@ -376,7 +377,7 @@ class GenerationExecutorProxy(EngineCalls):
         waiters: list[Waiter] = []
         with dispatcher.lock:
             # Between two worlds the owner's word counts: the next one begins with it.
-            if self.state not in (SERVING if isinstance(self._launcher, Attachment) else SERVING | HOLDING):
+            if self.state not in (SERVING | HOLDING if self._worlds.owned else SERVING):
                 raise self._refusal()
             dispatcher.lifecycle.handle(ResumeAsked() if mode is None else PauseAsked(), time.monotonic())
             # Registered under the lock under which a death is decided, so that it is answered, or failed with it.
@@ -449,8 +450,7 @@ class GenerationExecutorProxy(EngineCalls):
             # Otherwise by the thread, as its last act.
             if self._recorder is not None:
                 self._recorder.close()
-            if isinstance(self._launcher, Attachment):
-                self._launcher.close()
+            self._worlds.close()
             if dispatcher.hub is not None:
                 dispatcher.hub.stop()
         self._let_go(drain)

@@ -1,10 +1,15 @@
-"""One world as the dispatch thread holds it: session folder, sockets, processes. A restart makes another; the two share nothing."""
+"""One world as the dispatch thread holds it: session folder, sockets, processes. A restart makes another; the two share nothing. And where
+they come from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.config import EngineConfig
+from headrace.errors import ChannelError, EngineDeadError
 from headrace.executor.births import Births
 from headrace.executor.doorbell import Doorbell
 from headrace.executor.launchers.base import Launcher
@@ -15,6 +20,55 @@ from headrace.executor.startup import Startup
 from headrace.ipc.bootstrap import FILE_NAME, Bootstrap, local_bootstrap, write_bootstrap
 from headrace.ipc.channel import Address, Channel, ServedChannel, new_key
 from headrace.ipc.greeting import Greeting
+from headrace.ipc.messages import AnyMessage, LaneReady
+
+if TYPE_CHECKING:
+    from headrace.executor.turns import SuspectTurn
+
+
+class Worlds(Protocol):
+    """Where the worlds of an executor come from, one after the other. What differs between those that this process starts, and those that
+    another does, is said here and by ``World``.
+
+    Attributes:
+        owned: whether this process starts and ends them, and decides what they do.
+        first_id: the least id of our requests.
+        handle: by which others attach to them; None: that is made when somebody asks.
+    """
+
+    owned: bool
+    first_id: int
+    handle: Path | None
+
+    def next(self, config: EngineConfig) -> World:
+        """Another, to be opened."""
+
+    def share(self, turn: SuspectTurn) -> None:
+        """Have ``turn`` ask whoever gives turns."""
+
+    def close(self) -> None:
+        """None will follow. May be called twice."""
+
+
+class OwnWorlds:
+    """``launcher`` starts each."""
+
+    owned = True
+    first_id = 0
+    handle: Path | None = None
+
+    def __init__(self, launcher: Launcher | None) -> None:
+        self._launcher = launcher
+
+    def next(self, config: EngineConfig) -> World:
+        """As all of these as ``Worlds`` has them."""
+        return World(config, self._launcher)
+
+    def share(self, turn: SuspectTurn) -> None:
+        """Nobody has to be asked, until others attach."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class World:
@@ -22,6 +76,8 @@ class World:
     nobody needs to.
     """
 
+    #: whether this process ends it, and decides what it does
+    owned = True
     #: seconds that the last messages have to leave; none are left when every process of the world has ended
     linger = 0.0
 
@@ -70,6 +126,25 @@ class World:
         self.outbox = Outbox(self.requests, on_send_failed, on_sent)
         write_bootstrap(session.path, bootstrap)
         self.monitor.world.go()
+
+    def closed_by_owner(self) -> bool:
+        """Rank 0 has sent its last message, and we have not asked it to: whether that is because another process owns the world."""
+        return False
+
+    def left(self) -> None:
+        """Rank 0 has sent its last message because we wanted so."""
+
+    def hung(self, error: EngineDeadError) -> bool:
+        """It makes no progress. Whether that is ours to decide about."""
+        return True
+
+    def served(self, message: LaneReady) -> None:
+        """Rank 0 takes our requests on a lane. Raises ChannelError: here it says so on another channel."""
+        raise ChannelError("a world of our own has no lane for us")
+
+    def heard(self, message: AnyMessage, now: float) -> None:
+        """Its owner has told us something. Raises ChannelError: that is this process."""
+        raise ChannelError("nobody else tells us of a world of our own")
 
     def forget_births(self) -> None:
         """Every rank is known, and has read the key: what the start needed leaves the disk. Whoever waits for births has stopped."""

@@ -13,6 +13,7 @@ from headrace.executor.admission import QueueLimits
 from headrace.executor.dispatcher import FAULT, Dispatcher
 from headrace.executor.ledger import Outcome
 from headrace.executor.lifecycle import FAIL, WorldState
+from headrace.executor.world import OwnWorlds
 from tests import books as module
 from tests.books import Books
 
@@ -27,7 +28,7 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
 
 
 def made() -> Dispatcher:
-    return Dispatcher(EngineConfig(model="echo"), None, 10.0, FAIL, QueueLimits(), None, None)  # type: ignore[arg-type]
+    return Dispatcher(EngineConfig(model="echo"), OwnWorlds(None), 10.0, FAIL, QueueLimits(), None, None)
 
 
 def test_an_ending_too_many_is_found_also_of_an_executor_that_is_gone(books):

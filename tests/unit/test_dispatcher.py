@@ -17,6 +17,7 @@ from headrace.executor.live import LiveRequest
 from headrace.executor.outbox import Outbox
 from headrace.executor.request import CheckedRequest, GenerationRequest
 from headrace.executor.result import GenerationResult
+from headrace.executor.world import OwnWorlds
 from headrace.ipc.messages import Buffer, Deltas, Pause, Resume, Shutdown, ShutdownDone, Submit
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
@@ -25,7 +26,7 @@ from headrace.params import SamplingParams
 @pytest.fixture
 def dispatcher() -> Dispatcher:
     """READY, with a policy that restarts. Its thread never runs and its world was never opened, so anything sent would raise."""
-    dispatcher = Dispatcher(EngineConfig(model="echo"), None, 10.0, RESTART, QueueLimits(), None, None)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(EngineConfig(model="echo"), OwnWorlds(None), 10.0, RESTART, QueueLimits(), None, None)
     dispatcher._handle(Started())
     return dispatcher
 
