@@ -14,8 +14,10 @@ import pytest
 from headrace.serve.settings import ServeSettings
 from tests.http.sites import CHAT, COMPLETIONS, LONG, Site, body_of, chat, eventually, parse_events, read_until, request_bytes, site
 
-#: seconds within which a client that went away is noticed and its request cancelled
+#: seconds within which a client that went away is noticed and its request cancelled in the engine
 NOTICED = 0.1
+#: how often that is tried
+TRIES = 6
 
 ENDLESS = {"max_tokens": 4000, "temperature": 0}
 
@@ -49,35 +51,52 @@ def begun(data: bytes) -> bool:
     return data.count(b"data: ") >= 3
 
 
+def engine(site: Site) -> tuple[int, int]:
+    """Requests that run and that wait, as the engine itself has them."""
+    stats = site.service.llm.executor.stats(LONG)
+    return int(stats["requests_running"]), int(stats["requests_waiting"])
+
+
+def assert_noticed(seconds: list[float]) -> None:
+    """A49 says 100 ms. A busy machine may keep some process from running for longer than that, but not each time."""
+    assert min(seconds) <= NOTICED and max(seconds) <= 10 * NOTICED, seconds
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_is_cancelled(slow: Site, stream: bool):
-    """A49: streaming or not, its request is cancelled within 100 ms, and nothing of it is left."""
+    """A49: streaming or not, the engine has dropped its request within 100 ms, and nothing of it is left."""
     aborted = slow.service.llm.executor.counters()["aborted"]
-    connection = slow.connect(CHAT, chat(stream=stream, **ENDLESS))
-    if stream:
-        read_until(connection, begun)
-    assert eventually(lambda: running(slow) == 1)
-    connection.close()
-    went = time.monotonic()
-    assert eventually(lambda: live(slow) == 0)
-    # A busy machine may keep this process from looking for longer than it takes.
-    assert time.monotonic() - went < 10 * NOTICED
-    assert slow.service.llm.executor.counters()["aborted"] == aborted + 1
-    assert eventually(lambda: slow.in_loop(lambda: len(slow.service.live)) == 0)
-    assert running(slow) == 0
+    seconds = []
+    for _ in range(TRIES):
+        connection = slow.connect(CHAT, chat(stream=stream, **ENDLESS))
+        if stream:
+            read_until(connection, begun)
+        assert eventually(lambda: engine(slow) == (1, 0))
+        went = time.monotonic()
+        connection.close()
+        assert eventually(lambda: engine(slow) == (0, 0))
+        seconds.append(time.monotonic() - went)
+    assert eventually(lambda: live(slow) == 0 and slow.in_loop(lambda: len(slow.service.live)) == 0)
+    assert slow.service.llm.executor.counters()["aborted"] == aborted + TRIES
+    assert_noticed(seconds)
 
 
 def test_a_client_that_goes_away_while_its_request_waits(narrow: Site):
-    """A49, A19: it never runs."""
+    """A49, A19: it leaves the queue within 100 ms too, and never runs."""
     first = narrow.connect(CHAT, chat(stream=True, **ENDLESS))
     read_until(first, begun)
-    second = narrow.connect(CHAT, chat(**ENDLESS))
-    assert eventually(lambda: live(narrow) == 2)
-    second.close()
+    seconds = []
+    for stream in (True, False) * (TRIES // 2):
+        second = narrow.connect(CHAT, chat(stream=stream, **ENDLESS))
+        assert eventually(lambda: engine(narrow) == (1, 1))
+        went = time.monotonic()
+        second.close()
+        assert eventually(lambda: engine(narrow) == (1, 0))
+        seconds.append(time.monotonic() - went)
     assert eventually(lambda: live(narrow) == 1)
-    assert running(narrow) == 1
     first.close()
     assert eventually(lambda: live(narrow) == 0)
+    assert_noticed(seconds)
 
 
 def test_a_reset_is_noticed_as_an_end_is(slow: Site):
