@@ -22,33 +22,37 @@ from tests.http.sites import CHAT, LONG, body_of, chat, eventually, parse_events
 ROOT = Path(__file__).parents[2]
 
 
-class Process:
-    """``headrace serve`` with the echo engine, whose steps take 5 ms."""
+def command(echo: str, *options: str) -> list[str]:
+    """``headrace serve`` with the echo engine. Its command line has no options for that engine's faults and times: they are for tests."""
+    code = (
+        "import sys; from headrace.cli import main, serve; from headrace.config import EchoConfig\n"
+        f"made = serve.serving_arguments; echo = EchoConfig(vocab_size=49152, {echo})\n"
+        "serve.serving_arguments = lambda arguments: made(arguments) | {'echo': echo}\n"
+        "sys.exit(main())"
+    )
+    return [sys.executable, "-c", code, "serve", "--model", "smollm2-135m", "--runner", "echo", "--port", "0", *options]
 
-    def __init__(self, *options: str, echo: str = "step_time=0.005") -> None:
-        # The command line has no options for the echo engine's faults and times: they are for tests.
-        code = (
-            "import sys; from headrace.cli import main, serve; from headrace.config import EchoConfig\n"
-            f"made = serve.serving_arguments; echo = EchoConfig(vocab_size=49152, {echo})\n"
-            "serve.serving_arguments = lambda arguments: made(arguments) | {'echo': echo}\n"
-            "sys.exit(main(sys.argv[1:]))"
-        )
-        command = [sys.executable, "-c", code, "serve", "--model", "smollm2-135m", "--runner", "echo", "--port", "0", *options]
-        self._process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+class Process:
+    """``headrace serve`` with the echo engine, whose steps take 5 ms. ``until``: what it says before the constructor returns."""
+
+    def __init__(self, *options: str, echo: str = "step_time=0.005", until: str = "headrace: serving") -> None:
+        self._process = subprocess.Popen(command(echo, *options), cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
-        self._serving = threading.Event()
+        self._until = until
+        self._heard = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        assert self._serving.wait(LONG), self.lines
-        self.port = next(int(found[1]) for line in self.lines if (found := re.search(r"serving .* on http://127.0.0.1:(\d+) ", line)))
+        assert self._heard.wait(LONG), self.lines
+        self.port = next(int(found[1]) for line in self.lines if (found := re.search(r"headrace: .* http://127.0.0.1:(\d+) ", line)))
         self.pid = self._process.pid
 
     def _read(self) -> None:
         for line in self._process.stderr:
             self.lines.append(line)
-            if "headrace: serving" in line:
-                self._serving.set()
-        self._serving.set()
+            if self._until in line:
+                self._heard.set()
+        self._heard.set()
 
     def connect(self, body) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), LONG)
@@ -175,8 +179,8 @@ def test_a_port_that_is_taken(start):
     """Is told before a model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "headrace", "serve", "--model", "echo", "--port", str(port)]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG)
+        line = [sys.executable, "-m", "headrace", "serve", "--model", "echo", "--port", str(port)]
+        ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=LONG)
     assert ended.returncode == 1 and "in use" in ended.stderr
 
 
