@@ -49,6 +49,7 @@ def test_the_load_by_default():
         (["--input-len", str(2**31)], "is more than 2147483647"),
         (["--output-len-std", "-1"], "-1 is not from 0 to 2147483647"),
         (["--report", "/nowhere/report.json"], "--report /nowhere/report.json: no file can be written into /nowhere"),
+        (["--html", "/nowhere/report.html"], "--html /nowhere/report.html: no file can be written into /nowhere"),
         (["--top-p", "2"], "top_p=2.0 is out of range"),
         (["--dataset", "none.jsonl", "--input-len", "5"], "--input-len is for random prompts, and --dataset has its own"),
         (["--dataset", "none.jsonl", "--output-len-std", "5"], "--output-len-std is for random prompts"),

@@ -45,7 +45,6 @@ def add_options(parser: argparse.ArgumentParser, concurrency: tuple[int | None, 
 
 def run(arguments: argparse.Namespace, kind: Kind, streaming: bool) -> int:
     """Measure; 1 if a request failed."""
-    options.check_report(arguments)
     params = _params(arguments)
     options.check_report_options(arguments)
     samples = options.file_samples(arguments)

@@ -156,7 +156,12 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report_options(arguments: argparse.Namespace) -> None:
-    """Before a run of minutes: whether its report can be made. Raises HeadraceError, OSError."""
+    """Before a run of minutes: whether its report can be made. Raises HeadraceError, OSError; errors of usage exit."""
+    for name in ("report", "html"):
+        if (path := getattr(arguments, name)) is not None:
+            folder = Path(path).absolute().parent
+            if not os.access(folder, os.W_OK | os.X_OK):
+                arguments.parser.error(f"--{name} {path}: no file can be written into {folder}")
     if arguments.html is not None:
         require_matplotlib()
     if arguments.compare is not None:
@@ -200,14 +205,6 @@ def synthetic_lengths(arguments: argparse.Namespace, rng: Any, low: int = 1) -> 
     number = arguments.num_requests or DEFAULT_REQUESTS
     inputs = normal_lengths(number, arguments.input_len or DEFAULT_LENGTH, arguments.input_len_std, rng, low, MAX_LENGTH)
     return inputs, normal_lengths(number, arguments.output_len or DEFAULT_LENGTH, arguments.output_len_std, rng, 1, MAX_LENGTH)
-
-
-def check_report(arguments: argparse.Namespace) -> None:
-    """An error of usage where --report cannot be written: it is known before hours of measuring, and not after."""
-    if arguments.report is not None:
-        folder = Path(arguments.report).absolute().parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            arguments.parser.error(f"--report {arguments.report}: no file can be written into {folder}")
 
 
 def now() -> str:
