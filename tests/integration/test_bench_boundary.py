@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import os
 import signal
+from functools import partial
 
 import msgspec
 import pytest
 
-from headrace.bench.boundary import capacity, frontends, latency, memory, submit, world
+from headrace.bench.boundary import capacity, decode, frontends, latency, memory, postprocess, recovery, submit, world
 from headrace.bench.boundary.baseline.frontend import BaselineFrontend
 from headrace.bench.boundary.children import Child, ChildError
 from headrace.bench.boundary.rows import Row
@@ -20,6 +21,7 @@ from headrace.bench.boundary.systems import whole_answers
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.echo import echo_token
 from headrace.errors import HeadraceError
+from headrace.llm import LLM
 from headrace.params import SamplingParams
 
 CONFIG = EngineConfig(model="echo", runner="echo", echo=EchoConfig())
@@ -133,3 +135,27 @@ def test_frontends_share_a_world(told):
         "rate seen of 2 frontends",
     ]
     assert all(rate > 0 for row in told for rate in row.values)
+
+
+@pytest.mark.kill
+def test_deaths_are_timed(told):
+    recovery.measure(msgspec.structs.replace(TINY, repeats=1), told.append)
+    assert len({row.name for row in told}) == len(told) == 5
+    assert all(row.values[0] > 0 for row in told)
+
+
+@pytest.mark.model
+def test_texts_from_postprocess_workers_are_measured():
+    with LLM("smollm2-135m", runner="echo", tensor_parallel_size=1, postprocess_workers=1) as llm:
+        found = postprocess.texts(llm, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert found.rate > 0 and found.user_us > 0 and found.workers_us > 0 and 1 <= found.piece <= 3
+        assert postprocess.first_text(llm, 3) > 0
+
+
+@pytest.mark.model
+def test_steps_with_text_are_compared(told, monkeypatch):
+    """With the model's tokenizer; a real decode step takes too long here."""
+    monkeypatch.setattr(decode, "LLM", partial(LLM, runner="echo"))
+    decode.measure(msgspec.structs.replace(TINY, model="smollm2-135m", decode_tokens=4), True, told.append)
+    share, behind, alone = (row.values for row in told)
+    assert share == pytest.approx([100 * (ours / without - 1) for ours, without in zip(behind, alone, strict=True)])

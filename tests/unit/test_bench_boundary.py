@@ -174,6 +174,7 @@ def test_the_command_prints_and_writes_each_row(tmp_path, capsys, monkeypatch):
         (["--batch", "1,2000"], "--batch 2000: at most 1024 requests"),
         (["--batch", "0"], "0 is not at least 1"),
         (["--repeats", "0"], "0 is not at least 1"),
+        (["--frontends", "65"], "--frontends 65: at most 64"),
     ],
 )
 def test_bad_usage_is_refused(arguments, complaint, capsys):
@@ -189,11 +190,10 @@ def test_bad_usage_is_refused(arguments, complaint, capsys):
         (["submit"], ["rig 0.0", "submit"]),
         (["frontends", "world"], ["world", "frontends"]),
         (["latency"], ["rig 0.0", "first", "rig 0.01", "gaps"]),
-        (list(PARTS), ["world", "rig 0.0", "first", "submit", "capacity", "rig 0.01", "gaps", "frontends"]),
+        (PARTS, ["world", "rig 0.0", "first", "submit", "capacity", "rig 0.01", "gaps", "frontends", "decode", "recovery", "postprocess"]),
     ],
 )
 def test_parts_are_measured_in_their_order_with_what_they_need(parts, called, monkeypatch):
-    """Without a model there is no decode step to measure."""
     calls: list[str] = []
 
     @contextlib.contextmanager
@@ -211,6 +211,8 @@ def test_parts_are_measured_in_their_order_with_what_they_need(parts, called, mo
         (run.capacity, "measure", "capacity"),
         (run.frontends, "measure", "frontends"),
         (run.decode, "measure", "decode"),
+        (run.recovery, "measure", "recovery"),
+        (run.postprocess, "measure", "postprocess"),
     ):
         monkeypatch.setattr(module, function, lambda *arguments, name=name: calls.append(name))
     run.measure(Settings(model="echo"), parts, lambda row: None)
@@ -242,3 +244,11 @@ def test_import_rows_name_what_is_pulled_in():
     run.world.measure_import(1, rows.append)
     seconds, heavy = rows
     assert seconds.values[0] > 0 and heavy.values == (0.0,) and heavy.verdict == "holds"
+
+
+def test_what_cannot_be_measured_is_told_with_its_budget():
+    rows: list[Row] = []
+    run.capacity.measure(None, None, Settings(repeats=0, batches=(), model="echo"), False, rows.append)
+    assert rows == []
+    run.decode.measure(Settings(model="echo"), False, rows.append)
+    assert [(row.verdict, row.note) for row in rows] == [("not measured", "there is no such model")]

@@ -48,6 +48,9 @@ def measure(headrace: System, baseline: System, settings: Settings, with_text: b
                 rate_rows(what, batch, text, runs["headrace"], runs["baseline"], tell)
             if len(costs) > 1:
                 cost_rows(what, costs, tell)
+    if not with_text and JUDGED_BATCH in settings.batches:
+        note = f"there is no tokenizer of {settings.model}"
+        tell(Row(f"frontend capacity, text, batch {JUDGED_BATCH}", "tokens/s", (), budget=CAPACITY[True], note=note))
 
 
 def rate_rows(what: str, batch: int, text: bool, ours: Sequence[Work], theirs: Sequence[Work], tell: Callable[[Row], None]) -> None:

@@ -23,11 +23,12 @@ STREAMS = 32
 PROMPT = (1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411)
 
 
-def measure(settings: Settings, tell: Callable[[Row], None]) -> None:
+def measure(settings: Settings, with_text: bool, tell: Callable[[Row], None]) -> None:
     """The median gap between tokens of ``STREAMS`` streams, behind the boundary and without it. One token of each is the prefill's."""
     name = f"boundary share of a decode step, {settings.model}, {STREAMS} streams, text out"
-    if importlib.util.find_spec("torch") is None:
-        tell(Row(name, "%", (), budget=SHARE, note="torch is not installed"))
+    missing = "there is no such model" if not with_text else "torch is not installed" if importlib.util.find_spec("torch") is None else ""
+    if missing:
+        tell(Row(name, "%", (), budget=SHARE, note=missing))
         return
     prompts, tokens = [[*PROMPT]] * STREAMS, settings.decode_tokens
     with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.bench.boundary import capacity, decode, frontends, latency, submit, world
+from headrace.bench.boundary import capacity, decode, frontends, latency, postprocess, recovery, submit, world
 from headrace.bench.boundary.baseline.frontend import BaselineFrontend
 from headrace.bench.boundary.children import Child
 from headrace.bench.boundary.rows import Row
@@ -24,7 +24,10 @@ from headrace.llm import LLM
 Tell = Callable[[Row], None]
 
 #: in the order in which they are measured
-PARTS = ("world", "latency", "submit", "capacity", "frontends", "decode")
+PARTS = ("world", "latency", "submit", "capacity", "frontends", "decode", "recovery", "postprocess")
+
+#: those that are about cases of their own; the others are measured if none is asked for
+ON_REQUEST = ("recovery", "postprocess")
 
 
 class Rig(NamedTuple):
@@ -77,8 +80,12 @@ def measure(settings: Settings, parts: Collection[str], tell: Tell) -> None:
             latency.measure_gaps(paced.headrace, paced.baseline, paced.direct, settings, tell)
     if "frontends" in parts:
         frontends.measure(settings, tell)
-    if "decode" in parts and text:
-        decode.measure(settings, tell)
+    if "decode" in parts:
+        decode.measure(settings, text, tell)
+    if "recovery" in parts:
+        recovery.measure(settings, tell)
+    if "postprocess" in parts:
+        postprocess.measure(settings, tell)
 
 
 def report(settings: Settings, parts: Collection[str], command: list[str], tell: Tell) -> Report:

@@ -15,7 +15,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         answers: one-token requests of which the median is one value.
         gap_tokens: of each stream whose gaps between tokens are taken.
         burst: prompts that are submitted at once.
-        frontends: most user processes that share a world.
+        frontends: most user processes that share a world; at most ``MAX_FRONTENDS``.
         idle_seconds: for which the CPU time of an idle world is taken.
         live_requests: for which memory is measured.
         decode_tokens: of each stream of the part ``decode``.
@@ -36,6 +36,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 #: most requests that run at once in the echo engine
 MAX_BATCH = 1024
+
+#: most user processes that share a world; each of them is started, and has its share of the streams
+MAX_FRONTENDS = 64
 
 #: the common design runs this share of the tokens, so that a run of it takes about as long; rates and costs per token do not depend on it
 BASELINE_SHARE = 0.1
