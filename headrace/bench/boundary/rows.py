@@ -49,12 +49,14 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """``holds``, ``does not hold``, ``not measured``, or nothing where there is no budget."""
+        """Whether the median holds, and where repeats disagree how many do; nothing where there is no budget."""
         if self.budget is None:
             return ""
         if not self.values:
             return "not measured"
-        return "holds" if self.budget.holds(self.values) else "does not hold"
+        kept, count = sum(self.budget.holds([value]) for value in self.values), len(self.values)
+        verdict = "holds" if self.budget.holds(self.values) else "does not hold"
+        return verdict if kept in (0, count) else f"{verdict} ({kept} of {count} repeats do)"
 
 
 def alternate(repeats: int, measures: Mapping[str, Callable[[], Value]]) -> dict[str, list[Value]]:
