@@ -156,6 +156,9 @@ def _by_load(report: Report) -> dict[str, list[Run]]:
     loads: dict[str, list[Run]] = {}
     for run in report.runs:
         loads.setdefault(run.label, []).append(run)
+    for row in report.rows:
+        # Every value is that of a repeat.
+        loads[row.name] = [Run(label=row.name, duration=0.0, completed=0, facts={row.unit or "count": value}) for value in row.values]
     return loads
 
 

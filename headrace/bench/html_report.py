@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from headrace.bench import plots
+from headrace.bench.boundary.rows import COLUMNS, cells
 from headrace.bench.report import Report, Run
 
 #: metric of a run -> (title, where in a record its values are, in seconds)
@@ -97,6 +98,7 @@ def html_report(reports: Sequence[Named]) -> str:
         _sweep(points, reports),
         _timelines(points),
         _facts(points),
+        *(_rows(named, several) for named in reports),
         *(_origin(named, several) for named in reports),
         _definitions(),
     ]
@@ -283,6 +285,16 @@ def _facts(points: Sequence[_Point]) -> str:
         for name in dict.fromkeys(name for run in point.runs for name in run.facts):
             rows.append([_text(point.label), _text(name), _spread([run.facts.get(name) for run in point.runs])])
     return f"<section><h2>Further figures</h2>{_table(['Run', 'Figure', 'Value'], rows, text=2)}</section>" if rows else ""
+
+
+def _rows(named: Named, several: bool) -> str:
+    """What ``boundary`` has measured, one thing a row."""
+    rows = [[_text(cell) for cell in cells(row)] for row in named.report.rows]
+    if not rows:
+        return ""
+    heading = f"Boundary: {named.name}" if several else "Boundary"
+    note = "<p>Medians, with the smallest and the largest value of all repeats; ratios are those of a repeat.</p>"
+    return f"<section><h2>{_text(heading)}</h2>{_table([name.capitalize() for name in COLUMNS], rows, text=len(COLUMNS))}{note}</section>"
 
 
 def _origin(named: Named, several: bool) -> str:

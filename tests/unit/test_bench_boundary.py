@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 
+import msgspec
 import pytest
 
 from headrace.bench.boundary import capacity, clocks, run
@@ -15,6 +16,8 @@ from headrace.bench.boundary.rows import Budget, Row, alternate, figure, line, s
 from headrace.bench.boundary.run import PARTS, Rig
 from headrace.bench.boundary.settings import Settings
 from headrace.bench.boundary.systems import Work
+from headrace.bench.compare import DifferentError, compare
+from headrace.bench.html_report import Named, html_report
 from headrace.bench.report import Report, read_report, this_machine, write_report
 from headrace.cli import main
 
@@ -254,3 +257,30 @@ def test_what_cannot_be_measured_is_told_with_its_budget():
     assert rows == []
     run.decode.measure(Settings(model="echo"), False, rows.append)
     assert [(row.verdict, row.note) for row in rows] == [("not measured", "there is no such model")]
+
+
+def two_reports() -> tuple[Report, Report]:
+    a, b = (
+        Report(kind="boundary", date="2026-01-01T00:00:00+00:00", machine=this_machine(), command=[], settings={}, runs=[], rows=rows)
+        for rows in ([Row("a <thing>", "ms", (2.0, 2.0, 2.0), (4.0, 4.0, 4.0), Budget(1.0))], [Row("a <thing>", "ms", (1.0, 1.0, 1.0))])
+    )
+    return a, b
+
+
+def test_boundaries_are_compared_by_their_repeats():
+    (ratio,) = compare(*two_reports()).ratios
+    assert (ratio.load, ratio.figure, ratio.a, ratio.b, ratio.ratio, ratio.drawn) == ("a <thing>", "ms", 2.0, 1.0, 0.5, "repeats")
+    assert ratio.differs
+
+
+def test_boundaries_that_measured_other_things_are_not_compared():
+    a, b = two_reports()
+    with pytest.raises(DifferentError, match="only A has a <thing>"):
+        compare(a, msgspec.structs.replace(b, rows=[]))
+
+
+def test_the_page_has_every_row():
+    pytest.importorskip("matplotlib")
+    page = html_report([Named("one", two_reports()[0])])
+    for cell in ("a &lt;thing&gt;", "2.00 (2.00 - 2.00) ms", "0.500 (0.500 - 0.500)", "at most 1.00 ms", "does not hold"):
+        assert f">{cell}</td>" in page

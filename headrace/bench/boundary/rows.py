@@ -83,15 +83,26 @@ def spread(values: Sequence[float]) -> str:
     return f"{figure(statistics.median(values))} ({figure(min(values))} - {figure(max(values))})"
 
 
-def line(row: Row) -> str:
-    """The row for a terminal, in columns that Markdown takes for a table as well."""
+#: of the table, and what is in its columns: see ``cells``
+COLUMNS = ("what", "measured", "common design", "ratio", "budget", "verdict")
+
+
+def cells(row: Row) -> tuple[str, str, str, str, str, str]:
+    """The row for ``COLUMNS``; empty where there is nothing."""
     unit = f" {row.unit}" if row.unit else ""
-    measured = spread(row.values) + unit if row.values else "-"
-    baseline = spread(row.baseline) if row.baseline else "-"
-    ratio = spread(row.ratios) if row.baseline else "-"
-    budget = f"{row.budget.kind} {figure(row.budget.limit)}{unit}" if row.budget is not None else "-"
-    name = f"{row.name} ({row.note})" if row.note else row.name
-    return f"| {name} | {measured} | {baseline} | {ratio} | {budget} | {row.verdict or '-'} |"
+    return (
+        f"{row.name} ({row.note})" if row.note else row.name,
+        spread(row.values) + unit if row.values else "",
+        spread(row.baseline) if row.baseline else "",
+        spread(row.ratios) if row.baseline else "",
+        f"{row.budget.kind} {figure(row.budget.limit)}{unit}" if row.budget is not None else "",
+        row.verdict,
+    )
 
 
-HEADING = "| what | measured | common design | ratio | budget | verdict |\n|---|---|---|---|---|---|"
+def line(row: Row) -> str:
+    """The row for a terminal, as one of a Markdown table; under ``HEADING``."""
+    return f"| {' | '.join(cell or '-' for cell in cells(row))} |"
+
+
+HEADING = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
