@@ -16,6 +16,7 @@ from headrace.executor.turns import SuspectTurn
 from headrace.executor.world import OwnWorlds, World, Worlds
 from headrace.ipc.channel import Address
 from headrace.ipc.greeting import Greeting
+from headrace.ipc.lanes import control_names
 from headrace.ipc.messages import AnyMessage, Farewell, LaneOrdered, LaneReady, WorldHung, WorldLost
 
 #: Seconds from the owner's word that the world connects to our channels until it must have answered on them; beyond what rank 0 gives us,
@@ -168,7 +169,7 @@ class AttachedWorld(World):
         self._owner.answered()
         lane = self._attachment.lane
         self.control = (
-            Address(channel="control", endpoint=message.control, peer=f"lane{lane}-{os.urandom(8).hex()}"),
+            Address(channel="control", endpoint=message.control, peer=f"{control_names(lane)}{os.urandom(8).hex()}"),
             bytes(message.key.view),
         )
 

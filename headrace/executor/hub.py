@@ -78,8 +78,10 @@ OWNER = ""
 class _Frontend:
     """A process that has a lane."""
 
-    def __init__(self, lane: int, message: Attach, pidfd: int, news: Channel) -> None:
+    def __init__(self, lane: int, peer: str, message: Attach, pidfd: int, news: Channel) -> None:
         self.lane = lane
+        # On the attach channel, where it does not come back.
+        self.peer = peer
         self.name = message.name
         self.pid = message.pid
         self.pidfd = pidfd
@@ -217,16 +219,19 @@ class LaneHub:
         while (received := self._attach.recv()) is not None:
             if isinstance(received.message, Attach):
                 try:
-                    self._admit(received.message)
+                    if not self._admit(received.peer, received.message):
+                        self._attach.forget(received.peer)
                 except (HeadraceError, OSError, ValueError) as error:
                     # Its fault, and it hears nothing.
-                    log.warning("process %d could not attach: %s", received.message.pid, error)
+                    log.warning("process %d could not attach: %s", received.message.pid, str(error))
+                    self._attach.forget(received.peer)
 
-    def _admit(self, message: Attach) -> None:
+    def _admit(self, peer: str, message: Attach) -> bool:
+        """Whether it has a lane now, or had one. Raises HeadraceError, OSError, ValueError for one that cannot."""
         from headrace.ipc.zmq_channel import connect_pair
 
         if message.name in self._frontends:
-            return
+            return True
         lane = self._free_lane()
         pidfd = os.pidfd_open(message.pid)
         try:
@@ -238,14 +243,15 @@ class LaneHub:
             news.send(AttachRefused(f"{len(self._frontends)} processes are attached already; a world serves {MAX_LANES - 1} lanes at once"))
             news.close(LINGER)
             os.close(pidfd)
-            return
+            return False
         self._last_lane = lane
-        frontend = self._frontends[message.name] = _Frontend(lane, message, pidfd, news)
+        frontend = self._frontends[message.name] = _Frontend(lane, peer, message, pidfd, news)
         self._sources.add(news, lambda: self._read_news(frontend))
         self._sources.add(pidfd, lambda: self._forget(frontend))
         policy = self._policy
         frontend.tell(Attached(lane, os.getpid(), self._config, policy.attempts > 0, policy.max_deaths, self._on_hang))
         log.info("process %d is attached on lane %d", frontend.pid, lane)
+        return True
 
     def _free_lane(self) -> int | None:
         used = {frontend.lane for frontend in self._frontends.values()} | self._drops
@@ -277,6 +283,7 @@ class LaneHub:
         self._sources.remove(frontend.pidfd)
         frontend.news.close(LINGER)
         os.close(frontend.pidfd)
+        self._attach.forget(frontend.peer)
         self._drops.add(frontend.lane)
         self._turn(frontend.name, TurnOver())
         self._sweep()

@@ -133,6 +133,13 @@ class ServedChannel(End):
     def reply(self, peer: str, message: AnyMessage) -> None:
         """Answer the last ``call`` of this connector. An answer to a connector that is gone is dropped."""
 
+    @abstractmethod
+    def forget(self, beginning: str) -> int:
+        """Connectors whose names begin so are gone, and none comes under such a name again: give back what is kept of them. How many.
+
+        Of each stays a number by which its frames, should anybody send them again, are refused as the replays that they are.
+        """
+
 
 class Poller(ABC):
     """Waits for any of several ends and file descriptors at once."""

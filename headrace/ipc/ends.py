@@ -6,6 +6,7 @@ nothing here is locked. Waiting is always the same: try, and only if that brough
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from abc import abstractmethod
@@ -257,6 +258,11 @@ class ConnectorEnd(_ChannelEnd):
         return f"; the peer refused {count} of our frames: {question}"
 
 
+def _hash(name: str) -> int:
+    """64 bits: of a million names, two have the same with a chance of one in 37 million."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
 class _Peer:
     """What the binder of a served channel keeps of a connector, once a frame of it has had the right MAC."""
 
@@ -276,6 +282,9 @@ class BinderEnd(BaseEnd[Received], ServedChannel):
     def __init__(self, address: Address, key: bytes, transport: Callable[[], Transport]) -> None:
         super().__init__(address, key, "binder", True, transport)
         self._peers: dict[str, _Peer] = {}
+        # Of those that are forgotten, a hash of the name. Without it who has recorded their frames could send them all again: that they
+        # have been is known from the last sequence number, which is forgotten with the rest.
+        self._gone: set[int] = set()
 
     def recv(self, timeout: float | None = 0.0) -> Received | None:
         return self._receive(timeout)
@@ -289,6 +298,13 @@ class BinderEnd(BaseEnd[Received], ServedChannel):
             return
         self._answer(peer.encode(), known, number, message)
         known.call = 0
+
+    def forget(self, beginning: str) -> int:
+        names = [name for name in self._peers if name.startswith(beginning)]
+        for name in names:
+            del self._peers[name]
+            self._gone.add(_hash(name))
+        return len(names)
 
     def _accept(self, parts: list[Any]) -> Received | None:
         # Nothing is kept of a name before a frame of it has had the right MAC: who has no key costs the time of one check, and no memory.
@@ -305,7 +321,11 @@ class BinderEnd(BaseEnd[Received], ServedChannel):
             if refusal.reason in ("mac", "version"):
                 self.transport.put([notice(refusal.reason)], name)
             return None
-        self._peers[peer] = known
+        if known is not self._peers.get(peer):
+            if _hash(peer) in self._gone:
+                self.stats.refused["replay"] += 1
+                return None
+            self._peers[peer] = known
         if incoming.kind == Kind.NOTIFY:
             # A repeated notify means that its acknowledgement was lost or late, so it is acknowledged again.
             self._answer(name, known, incoming.number, Ack())

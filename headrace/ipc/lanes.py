@@ -36,3 +36,8 @@ def lane_key(attach_key: bytes, name: str) -> bytes:
 def lane_address(channel: str, lane: int, endpoint: str) -> Address:
     """The address of a lane's ``request`` or ``result`` channel, the same on both sides."""
     return Address(channel=channel, endpoint=endpoint, peer=f"lane{lane}")
+
+
+def control_names(lane: int) -> str:
+    """With what the names begin under which the process of a lane asks on the control channel."""
+    return f"lane{lane}-"

@@ -7,6 +7,7 @@ import threading
 
 from headrace.engine.base import Engine
 from headrace.ipc.channel import Poller, Received, ServedChannel
+from headrace.ipc.lanes import control_names
 from headrace.ipc.messages import (
     Ack,
     AnyMessage,
@@ -106,6 +107,9 @@ class ControlServer:
             reply = self._order(received) if isinstance(received.message, StartProfile | StopProfile) else self.answer(received.message)
             if reply is not None:
                 channel.reply(received.peer, reply)
+            if isinstance(received.message, DropLane):
+                # Whoever had it asks for nothing any more; who gets this lane next has other names.
+                channel.forget(control_names(received.message.lane))
         for peer, reply in calls.finished():
             channel.reply(peer, reply)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from headrace.errors import FrameError, NotAcknowledgedError
 from headrace.executor.doorbell import Doorbell
 from headrace.ipc.channel import Channel, ServedChannel, new_key
 from headrace.ipc.codec import Kind
-from headrace.ipc.ends import BaseEnd
+from headrace.ipc.ends import BaseEnd, BinderEnd
 from headrace.ipc.messages import Ack, Cancel, GetStats, Hello, Ping, Pong, Progress, Stats
 from tests.contract.conftest import LONG, Background, Ends
 from tests.faults import Parts, alter, forge, inject
@@ -313,3 +314,33 @@ def test_poller_with_served_ends(ends: Ends) -> None:
     assert poller.wait(LONG) == [binder]
     assert binder.recv() == ("p", Ping())
     assert poller.wait(0) == []
+
+
+def test_those_that_are_forgotten_do_not_come_back(ends: Ends, background: Background) -> None:
+    """A3: nothing is kept of them but what it takes to refuse a replay; others, whose names begin otherwise, are not meant."""
+    binder = ends.bind_served("control")
+    assert isinstance(binder, BinderEnd)
+    gone = [ends.connect_served(binder, f"lane1-{number}") for number in range(3)]
+    other = ends.connect_served(binder, "lane12-0")
+    frames: list[Parts] = []
+
+    def record(parts: Parts) -> list[Parts]:
+        frames.append(parts)
+        return [parts]
+
+    alter(gone[0], record)
+    serving = background(lambda: serve(binder, 4))
+    for connector in (*gone, other):
+        connector.call(GetStats(), LONG)
+    serving.result(LONG)
+    assert binder.forget("lane1-") == 3 and binder.forget("lane1-") == 0
+    inject(gone[0], frames[0])
+    gone[1].send(GetStats(), LONG)
+    other.send(GetStats(), LONG)
+    received, deadline = [], time.monotonic() + LONG
+    while (not received or binder.stats.refused != {"replay": 2}) and time.monotonic() < deadline:
+        # In which order they arrive is not said, and a refused one ends no wait.
+        one = binder.recv(0.01)
+        received += [] if one is None else [one.peer]
+    assert binder.stats.refused == {"replay": 2}
+    assert received == ["lane12-0"] == [*binder._peers]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from headrace.engine.base import StepOutputs
 from headrace.ipc import memory_channel
-from headrace.ipc.channel import Channel, new_key
+from headrace.ipc.channel import Address, Channel, new_key
+from headrace.ipc.ends import BinderEnd
 from headrace.ipc.lanes import MAX_LANE, MAX_LANES, first_id, lane_address, lane_of
 from headrace.ipc.messages import (
     Accepted,
@@ -29,6 +30,7 @@ from headrace.ipc.messages import (
     LaneReady,
     Pause,
     PauseState,
+    Ping,
     RequestHead,
     Resume,
     Shutdown,
@@ -242,6 +244,24 @@ def test_more_lanes_than_are_served_are_refused(rig, frontend, monkeypatch):
     rig.iterate()
     assert set(rig.leader._lanes) == {0, 2, 3}
     assert MAX_LANES < 1023 // 2, "two sockets each, of those that a context can have"
+
+
+def test_what_the_process_of_a_lane_has_asked_by_is_forgotten_with_it(rig, frontend):
+    """Or rank 0 would keep the keys of everybody who ever came."""
+    frontend(1).join()
+    key = new_key()
+    channel = memory_channel.bind_served(Address(channel="control", endpoint="memory://control-of-lanes"), key)
+    assert isinstance(channel, BinderEnd)
+    server = rig.control(channel)
+    server.listen()
+    addresses = [Address(channel="control", endpoint="memory://control-of-lanes", peer=name) for name in ("lane1-x", "lanes-y")]
+    asking = [memory_channel.connect_served(address, key) for address in addresses]
+    for connector, message in ((asking[0], Ping()), (asking[1], Ping()), (asking[1], DropLane(1))):
+        connector.send(message)
+        server.turn()
+    assert [*channel._peers] == ["lanes-y"]
+    for end in (*asking, channel):
+        end.close()
 
 
 def test_an_order_that_cannot_be_carried_out_harms_nobody(rig, caplog):
