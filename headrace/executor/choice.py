@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.executor.extras import BeamResult, Extras, Taken
+from headrace.executor.extras import BeamResult, Columns, Extras, Taken, logprob_dicts
 from headrace.executor.mailbox import Mailbox
 from headrace.executor.request import TextStage
-from headrace.outputs import CompletionOutput
+from headrace.outputs import CompletionOutput, TokenLogprobs
+
+
+class Fresh(NamedTuple):
+    """What a mailbox held, as it came. ``texts``: that of the tokens, as far as somebody else makes it; see ``Choice.text_of``. ``ended``:
+    it is the last, and how it ended is told by the mailbox.
+    """
+
+    token_ids: list[int]
+    texts: list[str]
+    rows: Columns | None
+    ended: bool
 
 
 class Choice:
@@ -50,29 +61,48 @@ class Choice:
             return True
         return self.ended and not self._ending_given and not self.failed
 
+    def empty(self) -> Fresh:
+        """What the mailbox holds, which is then empty. Holds its lock."""
+        box = self.mailbox
+        tokens, box.unread_tokens = box.unread_tokens, []
+        texts: list[str] = []
+        if box.unread_text:
+            texts, box.unread_text = box.unread_text, texts
+        rows = None
+        if box.extras is not None and self.extras is not None:
+            rows = box.extras.take()
+            self.extras.add_whole(box.extras)
+        self.ended = box.ended
+        return Fresh(tokens, texts, rows, self.ended)
+
+    def text_of(self, fresh: Fresh) -> str:
+        """The text of what ``empty`` gave, each of which comes here once and in order."""
+        stage = self._stage
+        if stage is None:
+            return "".join(fresh.texts)
+        text = stage.feed(fresh.token_ids).text
+        return text + stage.flush().text if fresh.ended else text
+
+    @property
+    def logprob_width(self) -> int:
+        """Logprobs that come with each token."""
+        return 0 if self.extras is None else self.extras.wanted.width
+
+    def logprobs_of(self, fresh: Fresh) -> TokenLogprobs | None:
+        """Those of what ``empty`` gave; None unless asked for."""
+        width = self.logprob_width
+        return logprob_dicts(fresh.rows, width) if width and fresh.rows is not None else None
+
     def take(self) -> None:
         """Empty the mailbox."""
         if self.ended:
             return
-        box = self.mailbox
-        with box.lock:
-            tokens, box.unread_tokens = box.unread_tokens, []
-            texts: list[str] = []
-            if box.unread_text:
-                texts, box.unread_text = box.unread_text, texts
-            rows = None
-            if box.extras is not None and self.extras is not None:
-                rows = box.extras.take()
-                self.extras.add_whole(box.extras)
-            self.ended = box.ended
-        if self._stage is not None:
-            texts.append(self._stage.feed(tokens).text)
-            if self.ended:
-                texts.append(self._stage.flush().text)
-        if rows is not None and self.extras is not None:
-            self.extras.add(rows)
-        self.token_ids += tokens
-        self.text += "".join(texts)
+        with self.mailbox.lock:
+            fresh = self.empty()
+        self.text += self.text_of(fresh)
+        if fresh.rows is not None and self.extras is not None:
+            self.extras.add(fresh.rows)
+        self.token_ids += fresh.token_ids
 
     def snapshot(self, index: int) -> CompletionOutput:
         """All so far, with what is new since the last one.

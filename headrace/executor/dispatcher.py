@@ -138,6 +138,7 @@ class Dispatcher:
         # From any thread, finalizer or signal handler: ids to cancel, and what else only this thread may do.
         self._inbox: deque[int | Close | Hurry | Lost | AskStacks | TextPool | YourTurn] = deque()
         self._bell = Doorbell()
+        self._rung = False
         self._sources = Sources(ZmqPoller())
         self._retry_at: float | None = None
         # The shutdown mark, while it waits behind requests that are held and are to have their turn before it.
@@ -152,7 +153,11 @@ class Dispatcher:
         the turn to try a suspect. Takes no lock, never blocks.
         """
         self._inbox.append(item)
-        self._bell.ring()
+        # Once for all that lies there: it is looked through after the bell was silenced and the flag taken back, in this order, so what was
+        # put there before the flag was read is seen.
+        if not self._rung:
+            self._rung = True
+            self._bell.ring()
 
     def flush(self) -> None:
         """Send what is in the outbox; if the channel is full, the thread tries again."""
@@ -409,6 +414,7 @@ class Dispatcher:
 
     def _read_inbox(self) -> None:
         self._bell.silence()
+        self._rung = False
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, Close | Hurry):

@@ -178,13 +178,14 @@ class Extras:
 class Taken:
     """The reader's side: rows as users see them."""
 
-    __slots__ = ("_context", "_logits", "beams", "cumulative", "logprobs", "prompt_logprobs", "wanted")
+    __slots__ = ("_context", "_logits", "_prompt_logprobs", "beams", "cumulative", "logprobs", "prompt_rows", "wanted")
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.logprobs: TokenLogprobs = []
         self.cumulative = 0.0
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_rows: Columns | None = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._logits: list[bytearray] = []
         self._context: bytearray | None = None
         self.beams: list[BeamResult] | None = None
@@ -204,11 +205,19 @@ class Taken:
         """What comes once: what there is about the prompt, when it is complete, and beams. Holds the lock of the mailbox."""
         self.beams = extras.beams
         about = extras.prompt_logprobs
-        if about is not None and about.complete and self.prompt_logprobs is None:
-            self.prompt_logprobs = [None, *logprob_dicts(about.columns.take(len(about.columns)), self.wanted.prompt_width)]
+        if about is not None and about.complete and self.prompt_rows is None:
+            # As it is: to make anything of the rows of a long prompt takes far longer than this lock may be held.
+            self.prompt_rows = about.columns.take(len(about.columns))
         context = extras.context_logits
         if context is not None and context.complete and self._context is None:
             self._context = context.columns.take(len(context.columns)).data[0]
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry for each token of the prompt, None for the first; None unless asked for and complete."""
+        if self._prompt_logprobs is None and self.prompt_rows is not None:
+            self._prompt_logprobs = [None, *logprob_dicts(self.prompt_rows, self.wanted.prompt_width)]
+        return self._prompt_logprobs
 
     def generation_logits(self) -> Any:
         """float32 [tokens, vocabulary]; None unless asked for."""

@@ -18,6 +18,9 @@ from headrace.outputs import FinishReason
 
 log = logging.getLogger("headrace.executor")
 
+#: tasks that are woken in one turn of their loop: about a millisecond's work of theirs, after which others of the loop have their turn
+WOKEN_AT_ONCE = 16
+
 
 class Waiter:
     """Somebody who waits for a handle: a thread (``loop`` is None) or a task. Woken at most once: it is taken off the list for that."""
@@ -52,10 +55,28 @@ def wake(waiters: list[Waiter]) -> None:
 
 
 def _set_all(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
+    for future in futures[:WOKEN_AT_ONCE]:
         # A task that was cancelled while we were on our way has its future cancelled.
         if not future.done():
             future.set_result(None)
+    if len(futures) > WOKEN_AT_ONCE:
+        # Behind what those just woken do, and behind what has arrived at the loop's sockets by then.
+        asyncio.get_running_loop().call_soon(_set_all, futures[WOKEN_AT_ONCE:])
+
+
+class Bell:
+    """What several handles ring for one task that reads all of them: their places, each once, and the task if it waits.
+
+    ``at_end``: a handle rings once, when it is over. Every access holds the lock of all mailboxes. It holds none of the handles, so that
+    dropping those still ends their requests.
+    """
+
+    __slots__ = ("at_end", "places", "waiter")
+
+    def __init__(self, at_end: bool) -> None:
+        self.at_end = at_end
+        self.places: list[int] = []
+        self.waiter: Waiter | None = None
 
 
 class Readers:
@@ -66,7 +87,7 @@ class Readers:
     and the others are cancelled: ``cancel`` is called with the id of each, takes no lock and never blocks.
     """
 
-    __slots__ = ("_cancel", "_request_ids", "error", "open", "wait_any", "wait_end")
+    __slots__ = ("_cancel", "_request_ids", "bell", "error", "open", "place", "rung", "wait_any", "wait_end")
 
     def __init__(self, request_ids: range, cancel: Callable[[int], None]) -> None:
         self._request_ids = request_ids
@@ -77,11 +98,26 @@ class Readers:
         self.error: HeadraceError | None = None
         self.wait_any: tuple[Waiter, ...] = ()
         self.wait_end: tuple[Waiter, ...] = ()
+        # Of the task that reads this handle among others, if there is one; our place there, and whether it has yet to look at it.
+        self.bell: Bell | None = None
+        self.place = 0
+        self.rung = False
 
     @property
     def over(self) -> bool:
         """Whether there is nothing more to wait for."""
         return not self.open or self.error is not None
+
+    def ring(self, into: list[Waiter]) -> None:
+        """There is something for the task of the bell, which is moved ``into`` those to wake if it waits."""
+        bell = self.bell
+        if bell is None or self.rung or (bell.at_end and not self.over):
+            return
+        self.rung = True
+        bell.places.append(self.place)
+        if bell.waiter is not None:
+            into.append(bell.waiter)
+            bell.waiter = None
 
     def failed(self, error: HeadraceError) -> None:
         """One of the choices has."""
@@ -254,6 +290,9 @@ class Mailbox:
     def take_waiters(self, into: list[Waiter]) -> None:
         """Move those who have something to wake up for."""
         readers = self.readers
+        # Not for what a text stage holds back.
+        if readers.bell is not None and (self.unread_tokens or self.ended):
+            readers.ring(into)
         if readers.wait_any:
             into += readers.wait_any
             readers.wait_any = ()

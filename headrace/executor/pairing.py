@@ -65,7 +65,7 @@ class Pairing:
                         mailbox.unread_tokens.append(tokens[start])
                     else:
                         mailbox.unread_tokens += tokens[start:end]
-                    if mailbox.readers.wait_any:
+                    if (readers := mailbox.readers).wait_any or readers.bell is not None:
                         mailbox.take_waiters(waiters)
                 else:
                     self._deliver_one(request_id, tokens[start:end], FINISH_OF_CODE[code], deltas, waiters, stopped)

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.executor.choice import Choice, beam_completions
+from headrace.executor.choice import Choice, Fresh, beam_completions
 from headrace.executor.extras import Extras
 from headrace.executor.followers import Followers
-from headrace.executor.mailbox import Mailbox, Readers, TextElsewhere, Waiter
+from headrace.executor.mailbox import Bell, Mailbox, Readers, TextElsewhere, Waiter
 from headrace.executor.request import CheckedRequest
-from headrace.outputs import CompletionOutput, RequestOutput
+from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 class GenerationResult:
@@ -165,6 +165,49 @@ class GenerationResult:
             if output is not None:
                 return output
         raise StopAsyncIteration
+
+    # --- for one task that reads many handles, see ``tap``
+
+    def tapped(self, bell: Bell, place: int) -> None:
+        """From now on ``bell`` is rung for it, as ``place``. Holds the lock of the mailboxes."""
+        self._readers.bell, self._readers.place = bell, place
+        if self._readers.over or (not bell.at_end and any(choice.arrived for choice in self._choices)):
+            self._readers.ring([])
+
+    def fresh(self) -> list[tuple[int, Choice, Fresh]]:
+        """What has arrived since the last time, by the number of the choice, after which the bell may ring again. Holds the lock of the
+        mailboxes.
+        """
+        fresh = [(index, choice, choice.empty()) for index, choice in enumerate(self._choices) if choice.arrived]
+        # What is over rings no more, whatever comes late.
+        self._readers.rung = self.has_all()
+        return fresh
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether anything was asked for beside the tokens."""
+        return self._choices[0].extras is not None
+
+    @property
+    def prompt_logprob_width(self) -> int:
+        """Logprobs that come with each token of the prompt."""
+        about = self._choices[0].extras
+        return 0 if about is None else about.wanted.prompt_width
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """As in snapshots, of what ``fresh`` has given so far."""
+        about = self._choices[0].extras
+        return None if about is None else about.prompt_logprobs
+
+    @property
+    def lock(self) -> threading.RLock:
+        """That of the mailboxes."""
+        return self._lock
+
+    def has_all(self) -> bool:
+        """Whether ``fresh`` has given everything. Holds the lock of the mailboxes."""
+        return all(choice.ended for choice in self._choices)
 
     # --- mechanics
 

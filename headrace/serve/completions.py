@@ -1,36 +1,29 @@
-"""Snapshots of requests to OpenAI's completions and their chunks. Pure: one ``CompletionForm`` for an HTTP request with all its prompts."""
+"""The form of a completion's answer: whole, from snapshots; and what the events of its choices are made from. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.forms.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from headrace.forms.events import encoded
+from headrace.forms.spec import CompletionSpec, Heading, of_choice
+from headrace.forms.token_names import TokenNames
+from headrace.forms.usage import usage_of
 from headrace.outputs import CompletionOutput, RequestOutput
-from headrace.serve.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
-from headrace.serve.chat import Heading, usage_of
 from headrace.serve.protocol import CompletionRequest
-from headrace.serve.token_names import TokenNames
-
-
-class _Choice:
-    """Of one choice, what has been sent. ``offset``: characters."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.ended = False
-        self.offset = 0
 
 
 class CompletionForm:
-    """The answer to one HTTP request. ``prompts``: the text of each prompt, which only an echo shows. Choice c of prompt p has index
-    p * n + c.
-    """
+    """Of one HTTP request. ``prompts``: the text of each prompt, which only an echo shows. Choice c of prompt p has index p * n + c."""
 
     def __init__(self, heading: Heading, request: CompletionRequest, prompts: Sequence[str], names: TokenNames) -> None:
+        self.names = names
+        options = request.stream_options
         self._heading = heading._asdict()
         self._prompts = prompts
-        self._names = names
         self._n = request.n or 1
         self._echo = bool(request.echo)
         # No token was asked for, and the engine makes at least one.
@@ -38,10 +31,21 @@ class CompletionForm:
         self._top = request.logprobs
         self._with_ids = bool(request.return_token_ids)
         self._with_prompt_logprobs = request.prompt_logprobs is not None
-        options = request.stream_options
-        self._with_usage = options is not None and options.include_usage
-        self._usage_each = options is not None and options.continuous_usage_stats
-        self._choices: dict[int, _Choice] = {}
+        self._spec = CompletionSpec(
+            heading=heading,
+            index=0,
+            top=request.logprobs,
+            with_ids=self._with_ids,
+            with_usage=options is not None and options.include_usage,
+            usage_each=options is not None and options.continuous_usage_stats,
+            silent=self._silent,
+        )
+
+    def spec(self, place: int, index: int, prompt_token_ids: Sequence[int]) -> CompletionSpec:
+        """Of choice ``index`` of prompt ``place``."""
+        with_ids = self._with_ids or (self._echo and self._top is not None)
+        spec = of_choice(self._spec, place * self._n + index, prompt_token_ids, with_ids)
+        return msgspec.structs.replace(spec, echo=self._prompts[place]) if self._echo else spec
 
     def answer(self, outputs: list[RequestOutput]) -> Completion:
         """The whole answer."""
@@ -56,9 +60,9 @@ class CompletionForm:
         if self._top is not None and rows is not None:
             if self._echo:
                 about_prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-                logprobs = self._names.completion([*output.prompt_token_ids, *ids], [*about_prompt, *rows], self._top, 0)
+                logprobs = self.names.completion([*output.prompt_token_ids, *ids], [*about_prompt, *rows], self._top, 0)
             else:
-                logprobs = self._names.completion(ids, rows, self._top, 0)
+                logprobs = self.names.completion(ids, rows, self._top, 0)
         return CompletionChoice(
             index=place * self._n + completion.index,
             text=self._prompts[place] + text if self._echo else text,
@@ -70,58 +74,9 @@ class CompletionForm:
             prompt_logprobs=self._prompt_logprobs(output),
         )
 
-    def chunks(self, place: int, output: RequestOutput) -> list[Completion]:
-        """What is new in a snapshot of prompt ``place``."""
-        usage = self.usage([output]) if self._usage_each else (None if self._with_usage else UNSET)
-        chunks = []
-        for completion in output.outputs:
-            index = place * self._n + completion.index
-            state = self._choices.get(index)
-            if state is None:
-                state = self._choices[index] = _Choice()
-            # About the prompt is told with its echo, so that waits until it has come.
-            if state.ended or not (completion.token_ids_diff or completion.text_diff or completion.finish_reason):
-                continue
-            choice = self._news(place, index, output, completion, state)
-            if choice is not None:
-                chunks.append(Completion(**self._heading, choices=[choice], usage=usage))
-        return chunks
-
-    def _news(self, place: int, index: int, output: RequestOutput, completion: CompletionOutput, state: _Choice) -> CompletionChoice | None:
-        text, ids, rows = completion.text_diff, completion.token_ids_diff, completion.logprobs_diff
-        if self._silent:
-            text, ids, rows = "", [], None if rows is None else []
-        begins = not state.begun
-        state.begun = True
-        logprobs = None
-        if self._top is not None and rows is not None:
-            tokens = ids
-            if begins and self._echo:
-                about_prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-                tokens, rows = [*output.prompt_token_ids, *ids], [*about_prompt, *rows]  # type: ignore[list-item]
-            if tokens:
-                logprobs = self._names.completion(tokens, rows, self._top, state.offset)
-                state.offset += sum(map(len, logprobs.tokens))
-        if begins and self._echo:
-            text = self._prompts[place] + text
-        state.ended = completion.finish_reason is not None
-        if not (text or logprobs is not None or state.ended or (self._with_ids and (ids or begins))):
-            return None
-        return CompletionChoice(
-            index=index,
-            text=text,
-            logprobs=logprobs,
-            finish_reason="length" if self._silent and state.ended else completion.finish_reason,
-            stop_reason=None if self._silent else completion.stop_reason,
-            token_ids=ids if self._with_ids else UNSET,
-            prompt_token_ids=output.prompt_token_ids if self._with_ids and begins else UNSET,
-        )
-
-    def last_chunks(self, outputs: list[RequestOutput]) -> list[Completion]:
-        """After the last: the usage, where it was asked for."""
-        if not self._with_usage:
-            return []
-        return [Completion(**self._heading, choices=[], usage=self.usage(outputs))]
+    def last_events(self, usage: Usage) -> list[bytes]:
+        """After those of all choices: the usage, where it was asked for."""
+        return [encoded(Completion(**self._heading, choices=[], usage=usage))] if self._spec.with_usage else []
 
     def usage(self, outputs: list[RequestOutput]) -> Usage:
         """Tokens so far, but for one that nobody asked for."""
@@ -131,4 +86,4 @@ class CompletionForm:
     def _prompt_logprobs(self, output: RequestOutput) -> list[dict[str, object] | None] | UnsetType:
         if not self._with_prompt_logprobs or output.prompt_logprobs is None:
             return UNSET
-        return self._names.prompt(output.prompt_logprobs)
+        return self.names.prompt(output.prompt_logprobs)

@@ -133,5 +133,8 @@ class Control:
     async def kv_events(self, request: web.Request) -> web.Response:
         """GET /kv_events: who asks keeps the place, so any number may ask, each on any frontend."""
         query = decode_query(request.query, KvEventsQuery)
-        page = await self._service.ask(self._service.llm.executor.kv_cache_events_after, query.after, query.limit, QUICK)
+        return await self._service.ask(self._kv_events, query)
+
+    def _kv_events(self, query: KvEventsQuery) -> web.Response:
+        page = self._service.llm.executor.kv_cache_events_after(query.after, query.limit, QUICK)
         return json_response(KvEventsPage([event.as_dict() for event in page.records], page.next, page.lost, page.stream))

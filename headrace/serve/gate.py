@@ -17,6 +17,7 @@ from headrace.serve.metrics import Metrics
 from headrace.serve.routes import Handler, Route, error_response
 from headrace.serve.settings import ServeSettings
 from headrace.serve.siblings import Siblings
+from headrace.serve.sse import PIECE, write_in_pieces
 
 log = logging.getLogger("headrace.serve")
 
@@ -79,7 +80,7 @@ class Gate:
 
     async def _answer(self, request: web.Request, methods: Mapping[str, Route], route: Route | None) -> web.StreamResponse:
         try:
-            return await self._admit(request, methods, route)
+            return await _whole(request, await self._admit(request, methods, route))
         except asyncio.CancelledError:
             self._metrics.vanished += 1
             raise
@@ -150,3 +151,15 @@ class Gate:
             response.force_close()
             # By itself this comes too late to be told, and a client that knows nothing of it may send its next request into the end.
             response.headers["Connection"] = "close"
+
+
+async def _whole(request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
+    """A large answer is written here, in pieces; aiohttp would copy all of it at once."""
+    if not isinstance(answer, web.Response) or not isinstance(answer.body, bytes) or len(answer.body) <= PIECE or request.method == "HEAD":
+        return answer
+    response = web.StreamResponse(status=answer.status, headers=answer.headers)
+    response.content_length = len(answer.body)
+    await response.prepare(request)
+    await write_in_pieces(response, answer.body)
+    await response.write_eof()
+    return response

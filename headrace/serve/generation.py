@@ -11,24 +11,22 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-import msgspec
 from aiohttp import web
 
-from headrace.serve.answers import ChatCompletion, Completion
+from headrace.forms.answers import ChatCompletion, Completion
+from headrace.forms.events import DONE, encoded
 from headrace.serve.errors import api_error
 from headrace.serve.gate import request_id
 from headrace.serve.protocol import ChatRequest, CompletionRequest
 from headrace.serve.resume import ResumableStream
 from headrace.serve.routes import JSON, Route
 from headrace.serve.running import Running
-from headrace.serve.sse import DONE, EventStream, event
+from headrace.serve.sse import EventStream
 
 if TYPE_CHECKING:
     from headrace.serve.service import Service
 
 LAST_EVENT_ID = "Last-Event-ID"
-
-_encoder = msgspec.json.Encoder()
 
 
 class Generation:
@@ -90,10 +88,9 @@ class Generation:
         stream = EventStream(request, {})
         with self._service.keeping_alive(stream):
             try:
-                async with aclosing(running.events()) as events:
-                    async for batch in events:
-                        await stream.send(b"".join([event(data) for data in batch]))
-                        self._service.metrics.chunks += 1
+                while (events := await running.next_events(self._service.in_thread)) is not None:
+                    await stream.send(events[0] if len(events) == 1 else b"".join(events))
+                    self._service.metrics.chunks += 1
             except ConnectionError:
                 raise
             except Exception as error:
@@ -106,16 +103,15 @@ class Generation:
         """The task of a resumable stream."""
         with self._service.live.holding(running):
             try:
-                async with aclosing(running.events()) as events:
-                    async for batch in events:
-                        for data in batch:
-                            await stream.put(event(data))
+                while (events := await running.next_events(self._service.in_thread)) is not None:
+                    for data in events:
+                        await stream.put(data)
             except Exception as error:
                 answer = api_error(error)
                 if not stream.last:
                     stream.error = answer
                     return
-                stream.append(event(_encoder.encode(answer.body())))
+                stream.append(encoded(answer.body()))
             running.count()
             stream.append(DONE)
 
@@ -140,7 +136,7 @@ class Generation:
         answer = api_error(error)
         if not stream.opened:
             raise answer from error
-        await stream.send(event(_encoder.encode(answer.body())))
+        await stream.send(encoded(answer.body()))
 
 
 def _drop(begun: asyncio.Future[Running]) -> None:

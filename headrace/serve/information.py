@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +14,7 @@ from headrace.executor.lifecycle import WorldState
 from headrace.serve.answers import Aborted, Detokenized, HealthAnswer, ModelCard, ModelList, RankLoading, Tokens, Version
 from headrace.serve.decode import decode_body
 from headrace.serve.errors import ApiError
-from headrace.serve.metrics import CONTENT_TYPE, Family, exposition, numbers, over_all
+from headrace.serve.metrics import CONTENT_TYPE, Family, by_route, exposition, numbers, over_all
 from headrace.serve.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from headrace.serve.routes import Route, json_response
 from headrace.version import __version__
@@ -233,14 +234,20 @@ class Information:
     async def metrics(self, request: web.Request) -> web.Response:
         """GET /metrics: over all frontends; what the engine says is left out while it does not answer."""
         families = self._families()
+        requests = self._service.metrics.requests.copy()
         siblings = self._service.siblings
         if siblings is not None and siblings.is_from_one(request):
-            return json_response(families)
-        if siblings is not None:
-            answers = await siblings.ask_all("GET", "/metrics", request)
-            families = over_all(families, [self._of_sibling.decode(answer) for answer in answers])
-        families += numbers("engine_", await self._engine_stats(), ENGINE_COUNTERS, "The engine, over all frontends: {}.")
-        return web.Response(text=exposition(families), headers={"Content-Type": CONTENT_TYPE})
+            return await self._service.in_thread(lambda: json_response([by_route(requests), *families]))
+        others = [] if siblings is None else await siblings.ask_all("GET", "/metrics", request)
+        stats = await self._engine_stats()
+        text = await self._service.in_thread(lambda: self._exposition([by_route(requests), *families], others, stats))
+        return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
+
+    def _exposition(self, families: list[Family], others: list[bytes], stats: Mapping[str, float]) -> str:
+        if others:
+            families = over_all(families, [self._of_sibling.decode(answer) for answer in others])
+        families += numbers("engine_", stats, ENGINE_COUNTERS, "The engine, over all frontends: {}.")
+        return exposition(families)
 
     def _families(self) -> list[Family]:
         """Of this frontend."""
@@ -262,6 +269,10 @@ class Information:
             Family("http_connections", "gauge", "Open connections.", [("", (), service.num_connections)]),
             Family("resumable_streams", "gauge", "Resumable streams that are kept.", [("", (), len(service.resumable))]),
             Family("resumable_bytes", "gauge", "What they keep.", [("", (), service.resumable.size)]),
+            Family("event_loop_slow_callbacks_total", "counter", "Steps of the event loop over 1 ms.", [("", (), service.meter.slow)]),
+            Family(
+                "event_loop_worst_callback_seconds", "gauge", "The longest step of the event loop.", [("", (), service.meter.worst)], "max"
+            ),
             Family("info", "gauge", "What runs.", [("", (("version", __version__), ("model", service.prompts.names[0])), 1)], "own"),
         ]
         return families

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from headrace.serve.running import Running
 
 
 class LiveRequests:
-    """Several may have the same id, for clients choose ids; they are ended together."""
+    """Several may have the same id, for clients choose ids; they are ended together. ``start_thread``: has a call made in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_thread: Callable[[Callable[[], None]], object]) -> None:
+        self._start_thread = start_thread
         self._running: set[Running] = set()
         self._by_id: dict[str, set[Running]] = {}
         self._none = asyncio.Event()
@@ -39,6 +40,8 @@ class LiveRequests:
                     del self._by_id[name]
             if not self._running:
                 self._none.set()
+            if running.heavy:
+                self._start_thread(running.let_go())
 
     def abort(self, name: str) -> int:
         """End those of this id; how many."""

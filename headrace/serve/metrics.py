@@ -98,10 +98,8 @@ class Metrics:
         self.worst_lag = max(self.worst_lag, seconds)
 
     def families(self) -> list[Family]:
-        """All of this frontend; what an executor and its engine say is added by the caller."""
-        by_route = [("", (("route", route), ("status", str(status))), count) for (route, status), count in sorted(self.requests.items())]
+        """All of this frontend but ``by_route``; what an executor and its engine say is added by the caller."""
         return [
-            Family("http_requests_total", "counter", "Answers by route and status.", by_route),
             _counter("prompt_tokens_total", "Prompt tokens of requests that were answered, as in their usage.", self.prompt_tokens),
             _counter("generation_tokens_total", "Generated tokens that were sent to clients, as in their usage.", self.generation_tokens),
             _counter("clients_vanished_total", "Requests whose client went away before their end.", self.vanished),
@@ -118,6 +116,12 @@ class Metrics:
             Family("event_loop_lag_seconds", "histogram", "How late the event loop is.", self.loop_lag.samples()),
             _gauge("event_loop_worst_lag_seconds", "The latest that the event loop has been.", self.worst_lag)._replace(over="max"),
         ]
+
+
+def by_route(requests: Mapping[tuple[str, int], int]) -> Family:
+    """``Metrics.requests``, of which there may be hundreds: in a thread, of a copy."""
+    samples = [("", (("route", route), ("status", str(status))), count) for (route, status), count in sorted(requests.items())]
+    return Family("http_requests_total", "counter", "Answers by route and status.", samples)
 
 
 def numbers(prefix: str, values: Mapping[str, float], counters: Iterable[str], help: str) -> list[Family]:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import ModelError
+from headrace.forms.spec import Heading
+from headrace.forms.token_names import TokenNames
 from headrace.lora import LoraRequest
 from headrace.params import SamplingParams
-from headrace.serve.chat import ChatForm, Heading
+from headrace.serve.chat import ChatForm
 from headrace.serve.completions import CompletionForm
 from headrace.serve.decode import decode_body
 from headrace.serve.errors import ApiError
@@ -20,7 +22,6 @@ from headrace.serve.protocol import ChatRequest, CompletionRequest, Message, Sam
 from headrace.serve.running import Form, Running
 from headrace.serve.sampling import chat_params, completion_params, priority
 from headrace.serve.settings import ServeSettings
-from headrace.serve.token_names import TokenNames
 from headrace.serve.tools import template_tools, tool_policy
 from headrace.version import __version__
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from headrace.serve.errors import ApiError
+from headrace.serve.sse import PIECE
+
+#: events that are put together at once for a client that comes back
+EVENTS_AT_ONCE = 256
 
 
 class ResumableStream:
@@ -23,7 +26,10 @@ class ResumableStream:
     def __init__(self, store: ResumableStreams) -> None:
         self.id = f"{store.prefix}{uuid.uuid4().hex}"
         self._store = store
-        self._kept: deque[tuple[int, bytes]] = deque()
+        # By number, without gaps; `_first` is the oldest.
+        self._kept: dict[int, bytes] = {}
+        self._first = 1
+        self._size = 0
         # Number of the last event, and of the last that a client has taken.
         self.last = 0
         self._taken = 0
@@ -48,9 +54,13 @@ class ResumableStream:
         """Append an event, whether or not there is room."""
         self.last += 1
         framed = b"id: %b.%d\n%b" % (self.id.encode(), self.last, data)
-        self._kept.append((self.last, framed))
-        self._store.size += len(framed)
+        self._kept[self.last] = framed
+        self._size_is(len(framed))
         self._wake()
+
+    def _size_is(self, more: int) -> None:
+        self._size += more
+        self._store.size += more
 
     def end(self) -> None:
         """Nothing follows."""
@@ -63,24 +73,25 @@ class ResumableStream:
 
     def drop_taken(self) -> bool:
         """Forget the oldest event, if a client has taken it."""
-        if self._kept and self._kept[0][0] <= self._taken:
-            self._store.size -= len(self._kept.popleft()[1])
+        if self._kept and self._first <= self._taken:
+            self._size_is(-len(self._kept.pop(self._first)))
+            self._first += 1
             self._store.room.set()
             return True
         return False
 
     def clear(self) -> None:
         """Forget everything."""
-        self._store.size -= sum(len(data) for _, data in self._kept)
+        self._size_is(-self._size)
+        self._first = self.last + 1
         self._kept.clear()
         self._store.room.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """What comes behind event ``after``. Raises ApiError 410 where that is not kept any more, ConnectionError for who is replaced."""
-        first = self._kept[0][0] if self._kept else self.last + 1
         if after > self.last:
             raise ApiError(400, f"Last-Event-ID: this stream has {self.last} events so far", param="Last-Event-ID", code="invalid_value")
-        if after + 1 < first:
+        if after + 1 < self._first:
             raise ApiError(410, "this part of the stream is not kept any more", param="Last-Event-ID", code="stream_expired")
         self._follower += 1
         me = self._follower
@@ -93,13 +104,16 @@ class ResumableStream:
                 if me != self._follower:
                     raise ConnectionResetError("another client follows this stream")
                 changed = self.changed
-                news = [data for number, data in self._kept if number > after]
+                news = self._behind(after)
                 if news:
-                    after = self.last
+                    after += len(news)
                     yield b"".join(news)
                     # Whoever is back here has written it.
                     self._taken = max(self._taken, after)
                     self._store.room.set()
+                    if after < self.last:
+                        # A client that reads as fast as it is written to never makes us wait.
+                        await asyncio.sleep(0)
                 elif self.ended:
                     if self.error is not None:
                         raise self.error
@@ -110,6 +124,18 @@ class ResumableStream:
             if me == self._follower:
                 self.followed = False
                 self.expire_later()
+
+    def _behind(self, after: int) -> list[bytes]:
+        """Events behind that number, as many as are written in one go."""
+        news: list[bytes] = []
+        size = 0
+        for number in range(after + 1, self.last + 1):
+            # What another follower, who is about to be replaced, has taken may have gone.
+            if size >= PIECE or len(news) >= EVENTS_AT_ONCE or (data := self._kept.get(number)) is None:
+                break
+            size += len(data)
+            news.append(data)
+        return news
 
     def expire_later(self) -> None:
         """Nobody follows: begin to wait."""

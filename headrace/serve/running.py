@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
+from headrace.errors import HeadraceError
+from headrace.executor.tap import News, Tap
+from headrace.forms.answers import Usage
+from headrace.forms.events_of import ChoiceEvents, events_of
+from headrace.forms.spec import Delta, FormSpec
+from headrace.forms.token_names import TokenNames
+from headrace.forms.usage import Tally, usage
 from headrace.outputs import RequestOutput
-from headrace.serve.answers import Usage
 from headrace.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from headrace.executor.result import GenerationResult
 
+#: microseconds of work, by the estimates below, up to which events are made where they have come: half of the way to a thread and back
+INLINE = 250.0
+#: of making text of a token; of beginning with a choice; of telling one logprob; of looking at a character that was held back, as a call is
+PER_TOKEN = 3.0
+PER_CHOICE = 60.0
+PER_LOGPROB = 4.0
+PER_HELD = 0.01
+#: prompts that are forgotten at once
+MANY_PROMPTS = 16
+
 _encoder = msgspec.json.Encoder()
+
+#: runs a call in a thread
+InThread: TypeAlias = Callable[..., Awaitable[list[bytes]]]
 
 
 class Form(Protocol):
     """How an answer looks: that of chats, or of completions."""
 
+    names: TokenNames
+
     def answer(self, outputs: list[RequestOutput]) -> msgspec.Struct:
         """The whole of it, once all prompts have been answered."""
 
-    def chunks(self, place: int, output: RequestOutput) -> Sequence[msgspec.Struct]:
-        """What is new in a snapshot of prompt ``place``; perhaps nothing."""
+    def spec(self, place: int, index: int, prompt_token_ids: Sequence[int]) -> FormSpec:
+        """What the events of choice ``index`` of prompt ``place`` are made from."""
 
-    def last_chunks(self, outputs: list[RequestOutput]) -> Sequence[msgspec.Struct]:
-        """After those of all prompts."""
+    def last_events(self, usage: Usage) -> list[bytes]:
+        """After those of all choices."""
 
     def usage(self, outputs: list[RequestOutput]) -> Usage:
-        """Tokens so far."""
+        """Tokens of the whole answer."""
 
 
 class Running:
@@ -54,8 +74,17 @@ class Running:
         self.resumable = resumable
         self._metrics = metrics
         self._began = time.monotonic()
-        # The newest snapshot of each prompt.
-        self._outputs: list[RequestOutput | None] = [None] * len(self.handles)
+        self._last: float | None = None
+        self._tap = Tap(self.handles, at_end=not streaming)
+        # Of a stream: what makes the events of each choice, by the place of its prompt and its number there; and tokens by place.
+        self._events: dict[tuple[int, int], ChoiceEvents] = {}
+        self._tallies: dict[int, Tally] = {}
+        # Of the prompts that have brought anything.
+        self._prompt_tokens = 0
+        # Of the first prompt that has failed.
+        self._error: HeadraceError | None = None
+        self._told_last = False
+        self._usage: Usage | None = None
         self._closed = False
 
     @property
@@ -73,90 +102,130 @@ class Running:
         if self._closed:
             return
         self._closed = True
-        if not self.finished:
+        if not self._tap.over and not self.finished:
             self.abort()
+
+    @property
+    def heavy(self) -> bool:
+        """Whether to forget all that it holds takes long: many prompts, or an object for each of many logprobs."""
+        return len(self.handles) > MANY_PROMPTS or self.handles[0].has_extras
+
+    def let_go(self) -> Callable[[], None]:
+        """After ``close``: forgets all that it holds. What that does is for another thread."""
+        held: list[object] = [*self._events.values(), *self._tallies.values(), *self.handles]
+        self._events, self._tallies, self.handles = {}, {}, []
+        self._tap.let_go()
+
+        def drop() -> None:
+            # One by one, so that other threads have their turn between.
+            while held:
+                held.pop()
+
+        return drop
+
+    # --- whole
 
     async def wait(self) -> None:
         """Until all prompts have been answered, or the first of them has failed."""
-        if len(self.handles) == 1:
-            await self.handles[0].wait_end()
-            return
-        tasks = [asyncio.ensure_future(handle.wait_end()) for handle in self.handles]
-        try:
-            for handle, task in zip(self.handles, tasks, strict=True):
-                await task
-                if handle.error is not None:
-                    return
-        finally:
-            await _cancel(tasks)
+        while not self._tap.over:
+            await self._tap.wait()
+            if any(news.error is not None for news in self._tap.take()):
+                return
 
     def answer(self) -> bytes:
         """The whole answer as JSON, after ``wait``; in a thread, for text is made here. Raises how it failed."""
         failed = next((handle for handle in self.handles if handle.error is not None), None)
         outputs = [handle.result(0) for handle in ([failed] if failed is not None else self.handles)]
-        self._outputs = list(outputs)
+        self._usage = self.form.usage(outputs)
         return _encoder.encode(self.form.answer(outputs))
 
-    async def events(self) -> AsyncGenerator[list[bytes], None]:
-        """The JSON of events as they come, those of one moment together. Raises how it failed."""
-        last: float | None = None
-        async for place, output in self._snapshots():
-            made = sum(len(completion.token_ids_diff) for completion in output.outputs)
-            if made:
-                now = time.monotonic()
-                if last is None:
-                    self._metrics.first_token.observe(now - self._began)
+    # --- as a stream
+
+    async def next_events(self, in_thread: InThread) -> list[bytes] | None:
+        """Those that have come since the last time, once there are any; None when all have been given. Raises how it failed, after what
+        came before that. What is much to make is made ``in_thread``.
+        """
+        while self._error is None and not self._tap.over:
+            await self._tap.wait()
+            news = self._tap.take()
+            self._observe(news)
+            events = self._make(news) if self._cost(news) <= INLINE else await in_thread(self._make, news)
+            if events:
+                return events
+        if self._error is not None:
+            raise self._error.fresh()
+        if self._told_last:
+            return None
+        self._told_last = True
+        return self.form.last_events(self._usage_so_far()) or None
+
+    def _observe(self, news: list[News]) -> None:
+        made = 0
+        for _, choices, error in news:
+            for _, _, fresh in choices:
+                made += len(fresh.token_ids)
+            self._error = self._error or error
+        if made:
+            now = time.monotonic()
+            if self._last is None:
+                self._metrics.first_token.observe(now - self._began)
+            else:
+                self._metrics.between_tokens.observe((now - self._last) / made)
+            self._last = now
+
+    def _cost(self, news: list[News]) -> float:
+        """Microseconds that ``_make`` may take, roughly."""
+        cost = 0.0
+        for place, choices, _ in news:
+            for index, choice, fresh in choices:
+                cost += PER_TOKEN * len(fresh.token_ids)
+                if fresh.rows is not None:
+                    cost += PER_LOGPROB * choice.logprob_width * len(fresh.token_ids)
+                events = self._events.get((place, index))
+                if events is None:
+                    # It may have to tell the prompt, and of what its logprobs are.
+                    handle = self.handles[place]
+                    cost += PER_CHOICE + (PER_LOGPROB * handle.prompt_logprob_width + PER_HELD) * len(handle.prompt_token_ids)
+                elif fresh.ended:
+                    cost += PER_HELD * events.held
+        return cost
+
+    def _make(self, news: list[News]) -> list[bytes]:
+        """Pure but for what is kept of each choice: one call at a time."""
+        made: list[bytes] = []
+        for place, choices, _ in news:
+            for index, choice, fresh in choices:
+                finish = choice.mailbox.finish if fresh.ended else None
+                delta = Delta(
+                    fresh.token_ids,
+                    choice.text_of(fresh),
+                    choice.logprobs_of(fresh),
+                    None if finish is None else str(finish),
+                    None if finish is None else choice.mailbox.stop_reason,
+                )
+                events = self._events.get((place, index))
+                if events is None:
+                    made += self._begin(place, index, delta)
                 else:
-                    self._metrics.between_tokens.observe((now - last) / made)
-                last = now
-            self._outputs[place] = output
-            chunks = self.form.chunks(place, output)
-            if chunks:
-                yield [_encoder.encode(chunk) for chunk in chunks]
-        outputs = [output for output in self._outputs if output is not None]
-        if last_chunks := self.form.last_chunks(outputs):
-            yield [_encoder.encode(chunk) for chunk in last_chunks]
+                    made += events.feed(delta)
+        return made
 
-    async def _snapshots(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        if len(self.handles) == 1:
-            async for output in self.handles[0]:
-                yield 0, output
-            return
-        news: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=len(self.handles))
+    def _begin(self, place: int, index: int, delta: Delta) -> list[bytes]:
+        handle = self.handles[place]
+        tally = self._tallies.get(place)
+        if tally is None:
+            tally = self._tallies[place] = Tally()
+            self._prompt_tokens += len(handle.prompt_token_ids)
+        events = events_of(self.form.spec(place, index, handle.prompt_token_ids), self.form.names, tally)
+        self._events[place, index] = events
+        return events.feed(delta, handle.prompt_logprobs if events.wants_prompt_rows else None)
 
-        async def follow(place: int, handle: GenerationResult) -> None:
-            try:
-                async for output in handle:
-                    await news.put((place, output))
-            except Exception as error:  # raised where the stream is written
-                await news.put((place, error))
-                return
-            await news.put((place, None))
-
-        tasks = [asyncio.ensure_future(follow(place, handle)) for place, handle in enumerate(self.handles)]
-        try:
-            left = len(tasks)
-            while left:
-                place, item = await news.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    yield place, item
-        finally:
-            await _cancel(tasks)
+    def _usage_so_far(self) -> Usage:
+        return usage(self._prompt_tokens, sum(tally.tokens for tally in self._tallies.values()))
 
     def count(self) -> None:
         """Into the metrics, once, when the answer has been made."""
-        outputs = [output for output in self._outputs if output is not None]
-        usage = self.form.usage(outputs)
-        self._metrics.prompt_tokens += usage.prompt_tokens
-        self._metrics.generation_tokens += usage.completion_tokens
+        told = self._usage or self._usage_so_far()
+        self._metrics.prompt_tokens += told.prompt_tokens
+        self._metrics.generation_tokens += told.completion_tokens
         self._metrics.duration.observe(time.monotonic() - self._began)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from aiohttp import web
@@ -20,6 +20,7 @@ from headrace.serve.connection import Connection
 from headrace.serve.errors import RETRY_AFTER, ApiError
 from headrace.serve.gate import Gate
 from headrace.serve.live import LiveRequests
+from headrace.serve.loop_meter import LoopMeter
 from headrace.serve.metrics import Metrics
 from headrace.serve.prompts import Prompts
 from headrace.serve.resume import ResumableStreams
@@ -39,7 +40,8 @@ T = TypeVar("T")
 
 #: seconds between two looks at what no event tells: silent streams, clients that do not read, the lag of the loop, the death of the world
 TICK = 0.25
-#: connections that the kernel keeps for us, of each listener
+#: connections that are taken in one turn of the loop, and that the kernel keeps until they are, of each listener
+ACCEPTED_AT_ONCE = 8
 BACKLOG = 1024
 #: seconds for which an idle connection is kept
 IDLE_CONNECTION = 75.0
@@ -71,6 +73,7 @@ class Service:
         routes: what it answers, put there before ``start``; see ``assembly``.
         dead: set when the world is gone for good, and another will not follow.
         draining: no new requests are taken.
+        meter: of the callbacks of the event loop.
     """
 
     def __init__(self, llm: LLM, settings: ServeSettings, siblings: Siblings | None = None, metrics: Metrics | None = None) -> None:
@@ -78,9 +81,11 @@ class Service:
         self.siblings = siblings
         self.settings = settings
         self.metrics = metrics or Metrics()
+        self.meter = LoopMeter()
+        self._watching = ExitStack()
         self.prompts = Prompts(llm, settings, self.metrics)
-        self.bodies = Bodies(settings)
-        self.live = LiveRequests()
+        self.bodies = Bodies(settings, self.in_thread)
+        self.live = LiveRequests(self.start_thread)
         number = None if siblings is None else siblings.number
         self.resumable = ResumableStreams(settings.resume_grace, settings.resume_bytes, number)
         self.draining = False
@@ -112,10 +117,13 @@ class Service:
         loop = asyncio.get_running_loop()
 
         def connection() -> Connection:
-            return Connection(manager, loop=loop, keepalive_timeout=IDLE_CONNECTION, access_log=None)  # type: ignore[arg-type]  # None: no log
+            return Connection(manager, loop=loop, keepalive_timeout=IDLE_CONNECTION, access_log=None, auto_decompress=False)  # type: ignore[arg-type]  # None: no log
 
         for listener in listeners:
-            self._servers.append(await loop.create_server(connection, sock=listener, ssl=tls, backlog=BACKLOG))
+            # asyncio takes up to `backlog` connections in one go, and the kernel keeps as many for it: few are wanted of the one.
+            self._servers.append(await loop.create_server(connection, sock=listener, ssl=tls, backlog=ACCEPTED_AT_ONCE))
+            listener.listen(BACKLOG)
+        self._watching.enter_context(self.meter.watching(loop))
         if self.siblings is not None:
             await self.siblings.start(connection)
         self._tick_later()
@@ -146,6 +154,7 @@ class Service:
             self.siblings.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+        self._watching.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._control_threads.shutdown(wait=False, cancel_futures=True)
         self._slow_threads.shutdown(wait=False, cancel_futures=True)

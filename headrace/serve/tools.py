@@ -1,13 +1,11 @@
-"""Tools: what the model must write to call one, and the calls in what it wrote. Pure.
+"""Tools: what the model must write to call one. Pure.
 
 A call that must be made (``tool_choice`` a function, or "required") is a matter of guided decoding, so that any model makes a valid one.
-One that may be made is looked for in the text, in the two forms that most open models are trained on: JSON between ``<tool_call>`` and
-``</tool_call>`` (Hermes, Qwen), and a text that is one JSON object (Llama 3).
+One that may be made is looked for in the text, see ``forms.calls``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +15,6 @@ from headrace.params import GuidedDecodingParams
 from headrace.serve.errors import ApiError
 from headrace.serve.protocol import ChatRequest, Tool, ToolChoice
 
-BEGIN, END = "<tool_call>", "</tool_call>"
-#: of Llama 3, in front of a call; mostly a special token, which gives no text
-PYTHON_TAG = "<|python_tag|>"
-
 
 class ToolPolicy(NamedTuple):
     """``mode``: "none", "auto", "required", or "named", and then ``name`` says which function is called. ``known``: names of all."""
@@ -29,25 +23,6 @@ class ToolPolicy(NamedTuple):
     known: frozenset[str] = frozenset()
     name: str | None = None
     guide: GuidedDecodingParams | None = None
-
-    @property
-    def forced(self) -> bool:
-        """Whether the whole text is a call."""
-        return self.mode in ("required", "named")
-
-
-class Call(NamedTuple):
-    """``arguments``: JSON text."""
-
-    name: str
-    arguments: str
-
-
-class Pieces(NamedTuple):
-    """Text to show, and calls."""
-
-    text: str = ""
-    calls: tuple[Call, ...] = ()
 
 
 def tool_policy(request: ChatRequest) -> ToolPolicy:
@@ -86,89 +61,3 @@ def template_tools(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
         return None
     plain: list[dict[str, Any]] = msgspec.to_builtins(request.tools)
     return plain
-
-
-class CallFinder:
-    """Of one choice: text in, text and calls out, as soon as it is certain which it is. Blanks around calls are no text."""
-
-    def __init__(self, policy: ToolPolicy) -> None:
-        self._policy = policy
-        # What may still become part of a call.
-        self._held = ""
-        # Blanks that are text unless a call follows them.
-        self._blanks = ""
-        self._shown = False
-        self._behind_call = False
-
-    def feed(self, text: str) -> Pieces:
-        """More of it."""
-        if self._policy.mode == "none":
-            return Pieces(text)
-        self._held += text
-        if self._policy.forced or (not self._shown and not self._behind_call and self._may_be_bare()):
-            return Pieces()
-        shown: list[str] = []
-        calls: list[Call] = []
-        while True:
-            begin = self._held.find(BEGIN)
-            if begin < 0:
-                keep = _overlap(self._held, BEGIN)
-                shown.append(self._show(self._held[: len(self._held) - keep]))
-                self._held = self._held[len(self._held) - keep :]
-                break
-            end = self._held.find(END, begin)
-            shown.append(self._show(self._held[:begin]))
-            if end < 0:
-                self._held = self._held[begin:]
-                break
-            call = self._parse(self._held[begin + len(BEGIN) : end])
-            if call is None:
-                shown.append(self._show(self._held[begin : end + len(END)]))
-            else:
-                self._blanks, self._behind_call = "", True
-                calls.append(call)
-            self._held = self._held[end + len(END) :]
-        return Pieces("".join(shown), tuple(calls))
-
-    def flush(self) -> Pieces:
-        """Nothing follows."""
-        held, self._held = self._held, ""
-        if self._policy.mode == "named":
-            # Cut off at max_tokens it is no JSON; the client sees it all the same, with finish reason "length".
-            return Pieces("", (Call(self._policy.name or "", held),)) if held else Pieces()
-        call = self._parse(held.strip().removeprefix(PYTHON_TAG).removeprefix(BEGIN).removesuffix(END))
-        if call is not None:
-            return Pieces("", (call,))
-        text = self._show(held)
-        return Pieces(text if self._behind_call else text + self._blanks)
-
-    def _show(self, text: str) -> str:
-        text = self._blanks + text
-        if self._behind_call:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._blanks = text[len(shown) :]
-        if shown:
-            self._shown, self._behind_call = True, False
-        return shown
-
-    def _may_be_bare(self) -> bool:
-        start = self._held.lstrip()
-        return start.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(start)
-
-    def _parse(self, text: str) -> Call | None:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(value, dict) or value.get("name") not in self._policy.known:
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return Call(value["name"], arguments)
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``tag``."""
-    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)

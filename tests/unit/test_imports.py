@@ -51,7 +51,8 @@ LAYERS = {
     # Datasets are prepared without a world.
     "headrace.cli.bench": LEAVES | {"headrace.cli", "headrace.llm", "headrace.bench", "headrace.text", "headrace.checkpoint"},
     "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.llm", "headrace.serve"},
-    "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor"},
+    "headrace.forms": LEAVES,
+    "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor", "headrace.forms"},
     "headrace.bench": LEAVES | {"headrace.llm", "headrace.requests", "headrace.executor"},
     # It also runs engines without the boundary, in children of its own, which die with it as ranks do.
     "headrace.bench.boundary": LEAVES
@@ -88,6 +89,7 @@ PURE = {
     "headrace.executor.lifecycle",
     "headrace.executor.ranks",
     "headrace.executor.texts.shard",
+    "headrace.forms",
     "headrace.ipc.codec",
     "headrace.engine.kv_cache",
     "headrace.engine.prefix",

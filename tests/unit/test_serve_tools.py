@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 
+from headrace.forms.calls import Call, CallFinder, Pieces
 from headrace.serve.errors import ApiError
 from headrace.serve.protocol import ChatRequest, Function, FunctionName, Message, Tool, ToolChoice
-from headrace.serve.tools import Call, CallFinder, Pieces, ToolPolicy, template_tools, tool_policy
+from headrace.serve.tools import ToolPolicy, template_tools, tool_policy
 
 AUTO = ToolPolicy("auto", frozenset({"weather", "clock"}))
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"town": "Cork"}}\n</tool_call>'
@@ -23,7 +24,7 @@ def request(choice=None, names=("weather", "clock")) -> ChatRequest:
 
 
 def found(text: str, policy: ToolPolicy = AUTO, cuts: tuple[int, ...] = ()) -> Pieces:
-    finder = CallFinder(policy)
+    finder = CallFinder(policy.mode, policy.known, policy.name)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [finder.feed(text[begin:end]) for begin, end in itertools.pairwise(places)] + [finder.flush()]
     return Pieces("".join(piece.text for piece in pieces), tuple(call for piece in pieces for call in piece.calls))
@@ -58,13 +59,13 @@ def test_calls_in_a_text(text: str, shown: str, calls: tuple[Call, ...]):
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():
-    finder = CallFinder(AUTO)
+    finder = CallFinder(AUTO.mode, AUTO.known)
     assert finder.feed("Let me see. ") == Pieces("Let me see.") and finder.feed("It") == Pieces(" It")
     assert finder.feed("<tool") == Pieces() and finder.feed("box>") == Pieces("<toolbox>")
 
 
 def test_without_tools_nothing_is_looked_for():
-    assert CallFinder(ToolPolicy("none")).feed(ONE) == Pieces(ONE)
+    assert CallFinder("none").feed(ONE) == Pieces(ONE)
 
 
 def test_a_call_of_a_function_that_was_chosen():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.forms.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from headrace.outputs import Logprob, TokenLogprobs
-from headrace.serve.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 #: the least that JSON and clients can do with: minus infinity is no number there
 LEAST_LOGPROB = -9999.0
