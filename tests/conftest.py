@@ -41,6 +41,12 @@ REMAINS = ("headrace-", "ompi.", "sm_segment.", "mpich_shm_")
 
 SHARED_MEMORY = "/dev/shm"
 
+#: Files that take longest. Where files run side by side these begin first, so that at the end none of them runs alone.
+LONGEST = {
+    *("test_cli.py", "test_external.py", "test_lanes_death.py", "test_packaging.py", "test_restart.py", "test_signals.py", "test_start.py"),
+    *("test_frontends.py", "test_openai_client.py", "test_page_browser.py"),
+}
+
 #: in the order in which pytest sets them up
 SCOPES = ("session", "package", "module", "class", "function")
 
@@ -199,6 +205,10 @@ CHECKS = pytest.StashKey[Checks]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CHECKS] = Checks()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -248,6 +248,7 @@ def test_waking_and_stopping_from_signal_handlers_never_blocks(world):
     assert world.eventually(Progressing.YES)
 
 
+@pytest.mark.parametrize("world", [{"interval": 0.002}], indirect=True)
 def test_no_request_is_missed_while_the_thread_goes_to_sleep(world):
     """Of the two orders of "announce sleep, look" and "register, wake", none may lose the request."""
     for _ in range(50):
