@@ -140,8 +140,8 @@ def imports(name: str, path: Path, known: set[str]) -> Iterator[Import]:
                 for alias in child.names:
                     full = f"{base}.{alias.name}"
                     yield Import(full if full in known else base, child.lineno, when)
-            else:
-                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            elif not isinstance(child, ast.expr):  # which hold no statements, and are most of all nodes
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 type_only = isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
                 yield from visit(child, "never" if type_only or when == "never" else "late" if inside else when)
 
