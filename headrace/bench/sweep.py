@@ -46,6 +46,7 @@ async def sweep(
     *,
     warmup: Sequence[Sample] = (),
     before_run: Callable[[], Awaitable[None]] | None = None,
+    counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
     on_run: Callable[[Run], None] | None = None,
     show_progress: bool = True,
     clock: Clock | None = None,
@@ -56,6 +57,7 @@ async def sweep(
         warmup: sent before each run, all at once within its limit; what becomes of them is not in its figures, but an error that ends a run
             ends the sweep.
         before_run: awaited between warm-up and run, to make the runs alike.
+        counters: awaited before and after each run; by how much each has grown goes into the run's ``facts``.
         on_run: called with each run when it is over.
         show_progress: a bar on stderr, where that is a terminal.
 
@@ -70,9 +72,11 @@ async def sweep(
         if before_run is not None:
             await before_run()
         arrivals = arrival_times(len(samples), load.request_rate, load.burstiness, np.random.default_rng(load.seed))
+        before = {} if counters is None else await counters()
         with _bar(len(samples), label, show_progress) as bar:
             advance = functools.partial(_advance, bar)
             records = await drive(target, samples, arrivals, concurrency=limit, clock=clock, on_finished=advance)
+        after = {} if counters is None else await counters()
         run = summarize(
             label,
             records,
@@ -82,6 +86,7 @@ async def sweep(
             max_concurrency=limit,
             request_rate=load.request_rate,
             burstiness=load.burstiness,
+            facts={name: value - before[name] for name, value in after.items()},
         )
         runs.append(run)
         if on_run is not None:

@@ -75,6 +75,10 @@ def _run_lines(title: str, run: Run) -> Iterator[str]:
         yield heading.center(WIDTH, "-")
         for statistic in ("mean", "median", "p90", "p95", "p99"):
             yield _line(f"{statistic.capitalize()} {name} (ms):", getattr(stats, statistic))
+    if run.facts:
+        yield "Further Figures".center(WIDTH, "-")
+    for fact, value in run.facts.items():
+        yield _line(f"{fact.replace('_', ' ').capitalize()}:", int(value) if value == int(value) else value)
     for message, count in run.errors.items():
         yield f"{count} failed: {message}"
     yield "=" * WIDTH

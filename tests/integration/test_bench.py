@@ -51,6 +51,11 @@ def test_a_sweep_whose_report_adds_up(tmp_path, bench):
         # A reader that comes late finds all tokens of a request in one chunk: then there is no gap, and with no gap at all no metric.
         gaps = sum(len(record.events) - 1 for record in records)
         assert (run.metrics["itl_ms"].n if "itl_ms" in run.metrics else 0) == gaps
+        # One token a step and request: alone it takes as many steps as tokens.
+        steps, most = run.facts["engine_steps"], max(record.output_tokens for record in records)
+        assert most <= steps <= run.total_output_tokens
+        assert steps == run.total_output_tokens or run.max_concurrency != 1
+        assert run.facts["client_cpu_seconds"] > 0
         assert run.metrics["ttft_ms"].max <= run.metrics["e2el_ms"].max
     # The same seed, the same prompts: as many tokens in every run.
     assert len({(run.total_input_tokens, run.total_output_tokens) for run in report.runs}) == 1

@@ -205,6 +205,16 @@ def test_a_sweep_measures_each_limit_behind_its_warm_up():
     assert [len(run.records) for run in runs] == [4, 4, 4]
 
 
+def test_what_counters_grow_by_in_a_run_is_a_fact_of_it():
+    target = Fake(VirtualClock())
+
+    async def counters() -> dict[str, float]:
+        return {"answered": len(target.order), "time": target.clock.now()}
+
+    runs = swept(target, samples(1, 1), Load(concurrency=(1, 2)), warmup=samples(1), counters=counters)
+    assert [run.facts for run in runs] == [{"answered": 2, "time": 2.0}, {"answered": 2, "time": 1.0}]
+
+
 def test_every_run_of_a_sweep_has_the_same_arrivals():
     load = Load(concurrency=(None, None), request_rate=2.0, burstiness=0.5, seed=3, keep_records=False)
     one, other = swept(Fake(VirtualClock()), samples(1, 1, 1, 1), load)

@@ -132,7 +132,9 @@ def test_percentiles_lie_between_the_two_nearest_values():
 
 
 def test_a_table_shows_every_figure_once():
-    run = summarize("two", RECORDS, slos={"ttft": 500.0}, max_concurrency=2, request_rate=4.0)
+    run = summarize(
+        "two", RECORDS, slos={"ttft": 500.0}, max_concurrency=2, request_rate=4.0, facts={"engine_steps": 7.0, "cpu_seconds": 0.5}
+    )
     lines = run_table("Throughput Benchmark Result", run).splitlines()
     assert lines[0].strip("=") == " Throughput Benchmark Result "
     shown = {line[:44].strip(): line[44:].strip() for line in lines if ":" in line}
@@ -142,6 +144,7 @@ def test_a_table_shows_every_figure_once():
     assert shown["Output token throughput (tok/s):"] == "1.00"
     assert shown["Mean TTFT (ms):"] == "750.00"
     assert shown["P99 E2EL (ms):"] == "2985.00"
+    assert (shown["Engine steps:"], shown["Cpu seconds:"]) == ("7", "0.50")
     assert "1 failed: gone" in lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import time
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli._interrupts import run_until_interrupted
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 #: nothing is refused for its number: what is measured is all that was asked for
 NO_LIMIT = 2**62
+
+#: of the engine's statistics, those that tell why a run was as fast as it was: tokens / steps is the batch that was reached, and computed
+#: tokens beyond those of prompts and answers were computed again after a preemption, or found in the cache where they are fewer
+ENGINE_COUNTERS = ("steps", "computed_tokens", "preemptions", "kv_blocks_reused")
 
 
 def add_options(parser: argparse.ArgumentParser, concurrency: tuple[int | None, ...]) -> None:
@@ -118,8 +123,15 @@ async def _measure(
         warmup=warmup,
         # Every run has the same prompts: the second of a sweep would find all of them.
         before_run=functools.partial(asyncio.to_thread, llm.reset_prefix_cache),
+        counters=functools.partial(asyncio.to_thread, _counters, llm),
         on_run=done,
     )
+
+
+def _counters(llm: LLM) -> dict[str, float]:
+    """What the engine counts, as far as it does, and the processor time of this process in seconds."""
+    stats = llm.executor.stats()
+    return {f"engine_{name}": stats[name] for name in ENGINE_COUNTERS if name in stats} | {"client_cpu_seconds": time.process_time()}
 
 
 def _with_ids(samples: list[Sample], llm: LLM) -> list[Sample]:
