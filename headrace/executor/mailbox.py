@@ -131,11 +131,14 @@ class Readers:
 
 
 class Ending(NamedTuple):
-    """How the engine has ended a request. ``stop_reason``: the token that did it. ``error``: for users."""
+    """How a request has ended. ``stop_reason``: the token that did it. ``error``: for users, if the engine failed it; ``cause``: if its
+    world did.
+    """
 
     finish: FinishReason
     stop_reason: int | None = None
     error: str | None = None
+    cause: HeadraceError | None = None
 
 
 class TextElsewhere(Protocol):
@@ -244,7 +247,7 @@ class Mailbox:
 
     def _end_as(self, ending: Ending) -> None:
         if ending.finish is FinishReason.ERROR:
-            self.fail(RequestError(ending.error or "the engine failed this request"))
+            self.fail(ending.cause or RequestError(ending.error or "the engine failed this request"))
         else:
             self._end(ending.finish, ending.stop_reason if ending.finish is FinishReason.STOP else None)
 
@@ -286,6 +289,13 @@ class Mailbox:
                 self.elsewhere.close()
                 self.elsewhere = None
             self.readers.failed(error)
+
+    def fail_behind_text(self, error: HeadraceError) -> None:
+        """The same, once the text of what has arrived is made: what the world sent before its death comes before its death."""
+        if self.elsewhere is None:
+            self.fail(error)
+        else:
+            self.elsewhere.arrive((), Ending(FinishReason.ERROR, cause=error))
 
     def take_waiters(self, into: list[Waiter]) -> None:
         """Move those who have something to wake up for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from headrace.errors import ChannelError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import Admission, QueueLimits
@@ -215,7 +215,8 @@ class Pairing:
         log.error("a message could not be sent: %s", error)
         with self.lock:
             failed = [live for request_id in request_ids if (live := self.ledger.send_failed(request_id)) is not None]
-        self._fail(failed, ChannelError(f"the request could not be sent: {error}"))
+        # At once: whoever submits is told by it.
+        self._fail(failed, ChannelError(f"the request could not be sent: {error}"), Mailbox.fail)
 
     def _admitted(self, live: LiveRequest) -> None:
         """It waits no longer: it has its first token, or its ending. Holds the lock."""
@@ -229,13 +230,18 @@ class Pairing:
         live.mailbox.deliver([], finish, None, None)
         live.mailbox.take_waiters(waiters)
 
-    def _fail(self, victims: Iterable[LiveRequest], error: HeadraceError) -> None:
+    def _fail(
+        self,
+        victims: Iterable[LiveRequest],
+        error: HeadraceError,
+        fail: Callable[[Mailbox, HeadraceError], None] = Mailbox.fail_behind_text,
+    ) -> None:
         """End the readers of requests that have left the ledger."""
         waiters: list[Waiter] = []
         with self.lock:
             for live in victims:
                 if live.waiting:
                     self._admitted(live)
-                live.mailbox.fail(error)
+                fail(live.mailbox, error)
                 live.mailbox.take_waiters(waiters)
         wake(waiters)

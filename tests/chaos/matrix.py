@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,10 +22,13 @@ from headrace.errors import EngineDeadError, HeadraceError, StartupError
 from headrace.executor import session
 from headrace.executor.lifecycle import WorldState
 from headrace.executor.proxy import GenerationExecutorProxy
+from headrace.executor.result import GenerationResult
 from tests.chaos.processes import MARK, Marked
+from tests.chaos.processes import send as send_signal
+from tests.integration.test_postprocess import PROMPT, RECIPES, read, send, text_of
 from tests.integration.worlds import LONG, Deaths, eventually, make, submit
 
-PROCESSES = ("rank0", "rank1", "mpiexec", "janitor", "user")
+PROCESSES = ("rank0", "rank1", "mpiexec", "janitor", "user", "text0")
 
 #: starting: the process has just been started; loading: it loads; prefill: the first step of the requests runs; decode: tokens come;
 #: draining: close(drain=True) waits for requests; closing: all have ended and the ranks are leaving
@@ -35,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class Cell(NamedTuple):
     """Seconds from the kill until every waiter was told (None where those who wait were killed) and until nothing was left; ``wrong``: what
-    should not be, "" if all is well.
+    should not be, "" if all is well. Of a postprocess worker, whose death is told to nobody: until another took its place, and until it was
+    gone itself.
     """
 
     told: float | None
@@ -50,6 +55,7 @@ class Waiters:
         self.endings: dict[str, str] = {}
         self.told_at: dict[str, float] = {}
         self.pieces = 0
+        self.handles: list[GenerationResult] = []
         self._threads: list[threading.Thread] = []
 
     def add(self, name: str, wait: Callable[[], object]) -> None:
@@ -70,7 +76,8 @@ class Waiters:
 
     def add_readers(self, executor: GenerationExecutorProxy) -> None:
         """For the whole answer, piece by piece, and from an event loop."""
-        whole, stream, task = submit(executor, [1], [2], [3], max_tokens=8000, streaming=True)
+        self.handles = submit(executor, [1], [2], [3], max_tokens=8000, streaming=True)
+        whole, stream, task = self.handles
 
         def read() -> None:
             for _ in stream:
@@ -83,6 +90,20 @@ class Waiters:
         self.add("stream", read)
         self.add("task", lambda: asyncio.run(wait()))
 
+    def add_text(self, executor: GenerationExecutorProxy) -> None:
+        """For the text of a stream, which is compared with what its tokens say; see ``read``."""
+        self.handles = send(executor, PROMPT, max_tokens=8000)
+
+        def count(tokens: int) -> None:
+            self.pieces += 1
+
+        def wait() -> None:
+            text, tokens, _ = read(self.handles[0], count)
+            whole = text_of(tokens)
+            assert whole.startswith(text) and len(whole) - len(text) <= 1, f"{len(text)} characters of {len(whole)}"
+
+        self.add("text", wait)
+
     def join(self) -> list[str]:
         """Until all were told; those who still wait after LONG."""
         deadline = time.monotonic() + LONG
@@ -92,10 +113,11 @@ class Waiters:
 
 
 class Scene:
-    """A world of two ranks that is brought into a phase."""
+    """A world of two ranks that is brought into a phase. ``texts``: with two postprocess workers."""
 
-    def __init__(self, phase: str) -> None:
+    def __init__(self, phase: str, texts: bool = False) -> None:
         self.phase = phase
+        self.texts = texts
         self.waiters = Waiters()
         self.loading = threading.Event()
         self._at_load: set[int] = set()
@@ -114,6 +136,8 @@ class Scene:
         """Bring it into its phase; AssertionError if it does not get there. ``appeared`` waits for the process that will be killed."""
         executor, waiters = self.executor, self.waiters
         executor.launch()
+        if self.texts:
+            executor.start_postprocess(2, RECIPES)
         waiters.add("start", executor.wait_ready)
         if self.phase == "starting":
             assert appeared(), "the process did not appear"
@@ -124,7 +148,10 @@ class Scene:
         assert eventually(lambda: waiters.endings.get("start") == "an answer"), f"not ready: {executor!r}"
         if self.phase == "idle":
             return
-        waiters.add_readers(executor)
+        if self.texts:
+            waiters.add_text(executor)
+        else:
+            waiters.add_readers(executor)
         if self.phase == "prefill":
             assert eventually(lambda: executor.ping(LONG).step_age > 0.0), "the first step does not run"
             return
@@ -140,7 +167,9 @@ class Scene:
 def measure(process: str, phase: str) -> Cell:
     """One cell: bring a world there, kill, and watch."""
     with Marked.by_us() as marked:
-        return _kill_user(phase, marked) if process == "user" else _kill(process, phase, marked)
+        if process == "user":
+            return _kill_user(phase, marked)
+        return _kill_text(process, phase, marked) if process.startswith("text") else _kill(process, phase, marked)
 
 
 def _kill(process: str, phase: str, marked: Marked) -> Cell:
@@ -166,6 +195,47 @@ def _kill(process: str, phase: str, marked: Marked) -> Cell:
     if counters["live"] or counters["admitted"] != counters["dead"] + counters["aborted"]:
         wrong.append(f"the ledger says {counters}")
     return Cell(told - struck, gone - struck, "; ".join(wrong))
+
+
+def _kill_text(process: str, phase: str, marked: Marked) -> Cell:
+    """Nobody may notice: what waits goes on to wait, what reads goes on to read."""
+    scene = Scene(phase, texts=True)
+    executor, waiters = scene.executor, scene.waiters
+    wrong: list[str] = []
+    try:
+        scene.enter(lambda: marked.wait_for(process, LONG))
+        pieces, pidfd = waiters.pieces, marked.open(process)
+        replaced = gone = struck = time.monotonic()
+        if pidfd is not None:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            struck = time.monotonic()
+            send_signal(pidfd, signal.SIGKILL)
+            wrong += [] if poll.poll(1000 * LONG) else [f"{process} lives on"]
+            gone = time.monotonic()
+            os.close(pidfd)
+        if phase != "closing":
+            # In that phase it has left, or is about to.
+            if pidfd is None or not eventually(lambda: executor.counters()["postprocess_restarts"] > 0):
+                wrong.append("no other took its place")
+            replaced = time.monotonic()
+            if phase == "starting" and not eventually(lambda: "start" in waiters.endings):
+                wrong.append("it did not become ready")
+            if phase in ("decode", "draining") and not eventually(lambda: waiters.pieces > pieces):
+                wrong.append("no pieces come any more")
+            wrong += [f"{name} ended with {ending}" for name, ending in waiters.endings.items() if (name, ending) != ("start", "an answer")]
+    finally:
+        for handle in waiters.handles:
+            handle.abort()
+        # The first step is not waited for: it takes as long as anything here may.
+        executor.close(timeout=1.0 if phase == "prefill" else LONG)
+    wrong += [f"{name} still waits" for name in waiters.join()]
+    # A start that was under way, and a first step, are ended by the close.
+    ended_by_close = {"start": phase == "loading", "text": phase == "prefill"}
+    wrong += [f"{name} ended with {end}" for name, end in waiters.endings.items() if end != "an answer" and not ended_by_close.get(name)]
+    if survivors := marked.wait_gone(LONG):
+        wrong.append(f"living on: {marked.describe(survivors)}")
+    return Cell(replaced - struck, gone - struck, "; ".join(wrong))
 
 
 def _wrong_endings(phase: str, endings: dict[str, str]) -> Iterator[str]:

@@ -46,7 +46,8 @@ class Marked:
         return [pid for name in os.listdir("/proc") if name.isdigit() and self._has(pid := int(name))]
 
     def named(self) -> dict[str, int]:
-        """Those of the youngest world, by name: ``janitor``, ``mpiexec``, ``rank0`` and on; only those that are there already, or still.
+        """Those of the youngest world, by name: ``janitor``, ``mpiexec``, ``rank0`` and on, ``text0`` and on; only those that are there
+        already, or still.
 
         A rank is one from its start on, before it has said hello.
         """
@@ -59,6 +60,8 @@ class Marked:
                 found["mpiexec" if rank is None else f"rank{int(rank)}"] = pid
             elif any(part.endswith(b"janitor.py") for part in command):
                 found = {"janitor": pid}
+            elif b"headrace.worker.postprocess" in command:
+                found[command[-2].decode().removeprefix("headrace:")] = pid
         return found
 
     def open(self, name: str) -> int | None:

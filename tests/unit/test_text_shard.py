@@ -153,7 +153,7 @@ def test_deaths_at_any_moment_change_nothing(stories, script):
         for box in (undisturbed[index], rig.boxes[index]):
             # As the ledger does: after a stop string nothing is delivered.
             if not box.ended:
-                box.deliver(chunk, *(ending or (None, None, None)))
+                box.deliver(chunk, *(ending[:3] if ending else (None, None, None)))
         for _ in range(next(decisions, 0) % 4):
             moment = next(decisions, 0)
             if here or moment == 59:
