@@ -39,7 +39,7 @@ p { margin: 0.4rem 0; max-width: 60rem; }
 .faint { color: var(--faint); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.8rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.28rem 0.5rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th, td { padding: 0.28rem 0.36rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 thead th { border-bottom: 2px solid var(--rule); vertical-align: bottom; }
 th small { display: block; font-weight: normal; color: var(--faint); }
 th.text, td.text { text-align: left; }
@@ -218,15 +218,16 @@ _FIELDS = ("mean", "median", "p90", "p95", "p99", "min", "max", "std")
 
 
 def _timelines(points: Sequence[_Point]) -> str:
-    runs = [
-        plots.Timeline(point.label, [(record.scheduled_s, record.sent_s, record.finished_s) for record in point.runs[0].records])
-        for point in points
-        if point.runs[0].records
-    ]
+    runs = [plots.Timeline(point.label, _spans(point.runs[0])) for point in points if point.runs[0].records]
     if not runs:
         return ""
     note = '<p class="faint">Of repeats the first.</p>' if any(len(point.runs) > 1 for point in points) else ""
     return f'<section><h2>Running requests</h2>{note}<div class="plots"><figure>{plots.timelines(runs)}</figure></div></section>'
+
+
+def _spans(run: Run) -> list[tuple[float, float, float]]:
+    """Where nothing says when requests arrive they are due when there is a place for them."""
+    return [(record.sent_s if run.request_rate is None else record.scheduled_s, record.sent_s, record.finished_s) for record in run.records]
 
 
 def _sweep(points: Sequence[_Point], reports: Sequence[Named]) -> str:
@@ -311,11 +312,16 @@ def _origin(named: Named, several: bool) -> str:
     heading = f"How it was measured: {named.name}" if several else "How it was measured"
     tables = "".join(
         f"<div><h3>{title}</h3>{_fact_table(pairs)}</div>"
-        for title, pairs in (("Settings", report.settings), ("Engine", report.engine), ("Machine", facts))
+        for title, pairs in (("Settings", _set(report.settings)), ("Engine", report.engine), ("Machine", facts))
         if pairs
     )
     command = shlex.join(report.command)
     return f'<section><h2>{_text(heading)}</h2><p><code>{_text(command)}</code></p><div class="pair">{tables}</div></section>'
+
+
+def _set(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without those that are off or not given."""
+    return {name: value for name, value in settings.items() if value is not None and value is not False and value not in ([], {}, "")}
 
 
 def _definitions() -> str:
