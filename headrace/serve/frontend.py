@@ -80,6 +80,8 @@ def _serve(order: FrontendOrder) -> Ending:
 
     tls = None if order.certfile is None else tls_context(order.certfile, order.keyfile)
     listeners = [socket.socket(fileno=order.listener)]
+    # It was to cross one exec only.
+    listeners[0].set_inheritable(False)
     try:
         listeners.append(listen(order.host, order.port, shared=True))
         with LLM.attach(

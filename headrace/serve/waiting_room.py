@@ -177,9 +177,9 @@ class WaitingRoom:
     # --- those who come
 
     def _take(self, door: socket.socket) -> None:
-        """All whom the kernel has connected."""
+        """All whom the kernel has connected, but not more at once than it keeps: who comes all the time would have the loop for himself."""
         loop = asyncio.get_running_loop()
-        while True:
+        for _ in range(BACKLOG + 1):
             try:
                 connection, _ = door.accept()
             except BlockingIOError:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
 import signal
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 
 from headrace import LLM
 from headrace.config import EchoConfig
 from headrace.errors import ClosedError
+from headrace.serve import waiting_room
 from headrace.serve.loading import Loading
 from headrace.serve.metrics import Metrics
-from headrace.serve.run import listen, listen_first
+from headrace.serve.run import listen, listen_first, tls_context
 from headrace.serve.settings import ServeSettings
 from headrace.serve.waiting_room import Reasons, WaitingRoom
 from tests.http.sites import CHAT, LONG, Answer, chat, eventually, read_until, request_bytes
@@ -201,6 +206,78 @@ def test_nobody_who_has_come_is_cut_off_by_the_end_of_waiting() -> None:
             socket.create_connection(address, LONG)
         await again.close()
         assert room.metrics.requests == {("unknown", 503): 2}
+
+    asyncio.run(run())
+
+
+class OnceFull:
+    """A listening socket to which a process without free descriptors comes the first time."""
+
+    def __init__(self, door: socket.socket) -> None:
+        self._door = door
+        self.full = True
+
+    def fileno(self) -> int:
+        return self._door.fileno()
+
+    def close(self) -> None:
+        self._door.close()
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.full:
+            self.full = False
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._door.accept()
+
+
+def test_connections_are_taken_again_when_there_are_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 6."""
+    monkeypatch.setattr(waiting_room, "TAKE_AGAIN", 0.0)
+
+    async def run() -> None:
+        with listen("127.0.0.1", 0) as listener:
+            room = WaitingRoom(ServeSettings(), Metrics(), lambda: None)
+            await room.open(listener)
+            assert room._door is not None
+            room._door = door = OnceFull(room._door)  # type: ignore[assignment]
+            asyncio.get_running_loop().add_reader(door.fileno(), room._take, door)
+            with socket.create_connection(listener.getsockname(), LONG) as connection:
+                connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                answer = await asyncio.to_thread(read_until, connection, lambda data: False)
+            assert not door.full and answer.startswith(b"HTTP/1.1 200 ")
+            await room.close()
+
+    asyncio.run(run())
+
+
+def test_over_tls_too(tmp_path: Path) -> None:
+    """Who speaks it is answered at the end; who does not say anything is not waited for longer than is promised."""
+    both = tmp_path / "both.pem"
+    options = (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    )
+    command = ["openssl", *options.split(), "-keyout", both, "-out", tmp_path / "cert.pem"]
+    subprocess.run(command, check=True, capture_output=True, timeout=LONG)
+    both.write_text(both.read_text() + (tmp_path / "cert.pem").read_text())
+    client = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+
+    def ask_securely(connection: socket.socket) -> bytes:
+        with client.wrap_socket(connection, server_hostname="localhost") as secure:
+            secure.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            return read_until(secure, lambda data: False)
+
+    async def run() -> None:
+        listener = listen("127.0.0.1", 0)
+        address = listener.getsockname()
+        room = WaitingRoom(ServeSettings(), Metrics(), lambda: None)
+        await room.open(listener, tls_context(both, None))
+        silent, late = (socket.create_connection(address, LONG) for _ in range(2))
+        answer = asyncio.ensure_future(asyncio.to_thread(ask_securely, late))
+        # Both were connected by the kernel only.
+        with silent:
+            await asyncio.wait_for(room.farewell(Reasons.FAILED), LONG)
+            assert silent.recv(1) == b""
+        assert b'"code":"startup_failed"' in await answer
 
     asyncio.run(run())
 
