@@ -73,7 +73,7 @@ def test_a_worker_of_the_common_design_that_dies_is_told():
 def test_the_engine_in_a_child_runs_without_a_boundary():
     with Child("headrace.bench.boundary.in_process") as child:
         child.ask("load", config=msgspec.to_builtins(CONFIG), tokenizer=None)
-        assert len(child.ask("first_tokens", prompt=[1, 2, 3], count=3, pause=0.0)) == 3
+        assert child.ask("first_token", prompt=[1, 2, 3], pause=0.0) > 0
         # Two streams of six tokens: six steps, five gaps between them.
         assert len(child.ask("gaps", prompts=[[1], [2]], tokens=6, text=False)) == 5
         with pytest.raises(ChildError, match="KeyError: 'nothing'"):

@@ -40,15 +40,12 @@ class InProcessEngine:
         if tokenizer is not None:
             self._tokenizer = load_tokenizer(tokenizer)
 
-    def first_tokens(self, prompt: list[int], count: int, pause: float) -> list[float]:
-        """Seconds of each of ``count`` requests of one token, with ``pause`` seconds before each."""
-        seconds = []
-        for _ in range(count):
-            time.sleep(pause)
-            began = time.perf_counter()
-            self._run([prompt], 1, False)
-            seconds.append(time.perf_counter() - began)
-        return seconds
+    def first_token(self, prompt: list[int], pause: float) -> float:
+        """Seconds of a request of one token, ``pause`` seconds from now."""
+        time.sleep(pause)
+        began = time.perf_counter()
+        self._run([prompt], 1, False)
+        return time.perf_counter() - began
 
     def gaps(self, prompts: list[list[int]], tokens: int, text: bool) -> list[float]:
         """Seconds between the ends of steps that bring tokens, of requests that run side by side."""
@@ -78,4 +75,4 @@ class InProcessEngine:
 
 if __name__ == "__main__":
     engine = InProcessEngine()
-    serve({"load": engine.load, "first_tokens": engine.first_tokens, "gaps": engine.gaps})
+    serve({"load": engine.load, "first_token": engine.first_token, "gaps": engine.gaps})
