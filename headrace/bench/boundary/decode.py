@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
+import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from headrace.bench.boundary.children import Child
+from headrace.bench.boundary.clocks import cpu_seconds
 from headrace.bench.boundary.latency import gaps
 from headrace.bench.boundary.rows import Budget, Row, alternate
 from headrace.bench.boundary.settings import Settings
@@ -39,18 +43,28 @@ def measure(settings: Settings, with_text: bool, tell: Callable[[Row], None]) ->
         headrace = Headrace(llm)
         asyncio.run(gaps(headrace, prompts, 2, True))
         direct.ask("gaps", prompts=prompts, tokens=2, text=True)
-        runs = alternate(
-            settings.repeats,
-            {
-                "behind": lambda: statistics.median(asyncio.run(gaps(headrace, prompts, tokens, True))),
-                "alone": lambda: statistics.median(direct.ask("gaps", prompts=prompts, tokens=tokens, text=True)),
-            },
-        )
-    tell(Row(name, "%", percent_over(runs["behind"], runs["alone"]), budget=SHARE))
+        pids = {"behind": (os.getpid(), headrace.world_pid), "alone": (direct.pid,)}
+        works: dict[str, Callable[[], list[float]]] = {
+            "behind": lambda: asyncio.run(gaps(headrace, prompts, tokens, True)),
+            "alone": lambda: [float(gap) for gap in direct.ask("gaps", prompts=prompts, tokens=tokens, text=True)],
+        }
+        runs = alternate(settings.repeats, {of: partial(_step, work, pids[of]) for of, work in works.items()})
+    steps, cpu = ({of: [run[place] for run in found] for of, found in runs.items()} for place in (0, 1))
+    tell(Row(name, "%", percent_over(steps["behind"], steps["alone"]), budget=SHARE))
+    what = f"CPU time that the boundary adds to {tokens} tokens of each of these streams, prefill included"
+    tell(Row(what, "%", percent_over(cpu["behind"], cpu["alone"])))
     for where, of in (("behind the boundary", "behind"), ("in one process", "alone")):
-        tell(Row(f"decode step, {settings.model}, {STREAMS} streams, text out, {where}", "ms", tuple(1e3 * gap for gap in runs[of])))
+        tell(Row(f"decode step, {settings.model}, {STREAMS} streams, text out, {where}", "ms", tuple(1e3 * step for step in steps[of])))
 
 
-def percent_over(gaps: list[float], alone: list[float]) -> tuple[float, ...]:
-    """How much longer the gaps are than those of the same repeat without the boundary."""
-    return tuple(100.0 * (behind / without - 1.0) for behind, without in zip(gaps, alone, strict=True))
+def _step(work: Callable[[], list[float]], pids: Sequence[int]) -> tuple[float, float]:
+    """The median gap of a run, and the CPU time that these processes spend on it, which neighbours on the cores change less."""
+    gc.collect()
+    before = cpu_seconds(*pids)
+    gap = statistics.median(work())
+    return gap, cpu_seconds(*pids) - before
+
+
+def percent_over(behind: list[float], alone: list[float]) -> tuple[float, ...]:
+    """How much longer they are than those of the same repeat without the boundary."""
+    return tuple(100.0 * (ours / without - 1.0) for ours, without in zip(behind, alone, strict=True))
