@@ -74,6 +74,7 @@ class LLM(EngineOperations):
         progress: True: a bar on stderr while weights load; or a callable (rank, stage, done, total), called in another thread.
         record: a file for everything that crosses the boundary, to be replayed later; see docs/recording.md.
         record_prompts: with the token ids and texts in it.
+        trace: a file that shows, when this is closed, what each process did for which request; see ``start_trace`` and docs/tracing.md.
         echo: settings of the echo engine.
         wait: False: return while the world starts. Until ``wait_ready`` has returned only ``executor``, which tells how the start goes, and
             ``close``, which ends it, are of use.
@@ -116,6 +117,7 @@ class LLM(EngineOperations):
         progress: bool | ProgressListener = False,
         record: str | Path | None = None,
         record_prompts: bool = False,
+        trace: str | Path | None = None,
         echo: EchoConfig | None = None,
         wait: bool = True,
     ) -> None:
@@ -123,9 +125,12 @@ class LLM(EngineOperations):
         from headrace.executor.launchers.forms import choose
         from headrace.executor.proxy import GenerationExecutorProxy
         from headrace.executor.texts.pool import check_count
+        from headrace.executor.tracing import prepare
 
         # First of all: in a rank of the user's mpirun the process ends here, and what it had done would be in vain.
         choice = choose(launcher, mpi, tensor_parallel_size)
+        if trace is not None:
+            prepare(trace)  # before the world is started in vain
         if model == "echo":
             path, runner = "echo", "echo"
         else:
@@ -161,6 +166,7 @@ class LLM(EngineOperations):
             echo=echo if echo is not None else EchoConfig(),
         )
         self._bar, listener = _listener(progress)
+        self._trace = trace
         self._executor = GenerationExecutorProxy(
             config,
             choice.launcher,
@@ -213,7 +219,7 @@ class LLM(EngineOperations):
             handle, start_timeout=start_timeout, limits=limits, progress_timeout=progress_timeout
         )
         config = executor.config
-        llm._bar = None
+        llm._bar = llm._trace = None
         llm._launch(None, config.tokenizer or (config.model if config.model != "echo" else None), postprocess_workers)
         llm.wait_ready()
         return llm
@@ -242,7 +248,10 @@ class LLM(EngineOperations):
             if self._postprocess_workers and loaded is not None:
                 self._executor.start_postprocess(self._postprocess_workers, msgspec.msgpack.encode(loaded.recipes()))
             self._requests = RequestMaker(loaded)
+            self._executor.points_above += self._requests.trace_points()
             self.facts: EngineFacts = self._executor.wait_ready()
+            if self._trace is not None:
+                self._executor.start_trace(self._trace)
         except BaseException:
             self._executor.close()
             raise

@@ -74,3 +74,19 @@ class EngineOperations:
         Raises as ``start_profile``.
         """
         return self._executor.stop_profile(timeout)
+
+    def start_trace(self, path: str | Path, timeout: float = 10.0) -> None:
+        """Let every process note what it does for which request, until ``stop_trace`` or ``close``, which write the file ``path``.
+
+        Raises RequestError if a trace is being taken or a rank cannot, OSError if the file cannot be written, TimeoutError if a rank does
+        not answer within ``timeout`` seconds, EngineDeadError, ClosedError.
+        """
+        self._executor.start_trace(path, timeout)
+
+    def stop_trace(self, timeout: float = 30.0) -> Path:
+        """End the trace, write its file for Perfetto (ui.perfetto.dev) and chrome://tracing, and give its path.
+
+        What cannot be had of the ranks, dead ones for instance, is not in it, and it says so. Raises RequestError if no trace is being
+        taken, OSError.
+        """
+        return self._executor.stop_trace(timeout)

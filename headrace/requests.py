@@ -10,6 +10,8 @@ import msgspec
 from headrace.errors import ModelError, RequestError
 from headrace.lora import LoraRequest
 from headrace.params import GuidedDecodingParams, SamplingParams
+from headrace.tracing.hooks import Point
+from headrace.tracing.spans import About
 
 if TYPE_CHECKING:
     from headrace.executor.request import GenerationRequest, TextStage
@@ -40,6 +42,13 @@ class RequestMaker:
     def takes_text(self) -> bool:
         """Whether there is a tokenizer, so that prompts may be texts."""
         return self._tokenizer is not None
+
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return []
+        return [Point(tokenizer, "encode_batch", "tokenise", _encoded), Point(tokenizer, "apply_chat_template", "render template")]
 
     def one(self, prompt: Prompt, params: SamplingParams | None, streaming: bool) -> GenerationRequest:
         """Raises RequestError, ModelError."""
@@ -115,6 +124,10 @@ class RequestMaker:
         skip, stops, include = params.skip_special_tokens, params.stop, params.include_stop_str_in_output
         passing = params.min_tokens or 0
         return lambda: text_stage(tokenizer.detokenizer(skip_special_tokens=skip), stops, include, passing)
+
+
+def _encoded(arguments: Sequence[Any], rows: Any) -> About:
+    return About(facts={"prompts": len(rows), "tokens": sum(map(len, rows))})
 
 
 def is_one_prompt(inputs: Any) -> bool:

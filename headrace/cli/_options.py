@@ -61,13 +61,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mpi", default="auto", metavar="WHICH", help=f"{MPI_CHOICES} (default: auto)")
     group.add_argument("--record", metavar="FILE", help="record what crosses the boundary, for headrace replay and reports of faults")
     group.add_argument("--record-prompts", action="store_true", help="with the tokens and texts of prompts and answers in it")
+    group.add_argument("--trace", metavar="FILE", help="write what each process did when, for which request, for ui.perfetto.dev")
 
 
 def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM``. The bar for loading is for people: it is left out where stderr is not a terminal."""
     names = ("model", "runner", "dtype", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens", "num_threads", "mpi")
     return {
-        **{name: getattr(arguments, name) for name in (*names, "record", "record_prompts")},
+        **{name: getattr(arguments, name) for name in (*names, "record", "record_prompts", "trace")},
         "tensor_parallel_size": arguments.tp,
         "progress": sys.stderr.isatty(),
     }

@@ -14,6 +14,7 @@ from headrace.engine.ring import Ring
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 from headrace.telemetry import IterationStats, KvCacheEvent
+from headrace.tracing.hooks import Point
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -175,6 +176,9 @@ class Engine(Protocol):
 
         Another thread may call it: it leaves a mark that ``step`` acts on before it looks for blocks, and nobody else looks for any.
         """
+
+    def trace_points(self) -> list[Point]:
+        """Where its steps can be watched, beside the runner and what takes the plans: a ``schedule`` that says whom it has picked."""
 
     def close(self) -> None:
         """Give memory back. Ranks other than 0 are told by the worker, not by the engine."""

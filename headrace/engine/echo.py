@@ -18,6 +18,8 @@ from headrace.engine.ring import Ring
 from headrace.engine.step_trace import StepTrace
 from headrace.outputs import FinishReason
 from headrace.telemetry import IterationStats, KvCacheEvent
+from headrace.tracing.hooks import Point
+from headrace.tracing.spans import About
 
 LOAD_STEPS = 10
 
@@ -224,16 +226,11 @@ class EchoEngine:
     def step(self) -> StepOutputs:
         """One token for every running request."""
         outputs = self.take_endings()
-        ended, ran = len(outputs.request_ids), len(self._running)
-        while self._waiting and len(self._running) < self._echo.max_batch_size:
-            running = self._waiting.first()
-            request_id = running.request.request_id
-            self._waiting.pop(request_id)
-            self._running[request_id] = running
-            self._answers[request_id] = itertools.chain.from_iterable(self._blocks(running))
+        ended = len(outputs.request_ids)
+        admitted = self._schedule()
         if not self._running:
             return outputs
-        began, admitted = time.perf_counter(), len(self._running) - ran
+        began = time.perf_counter()
         kill_token = self._echo.kill_token
         if kill_token is not None and any(kill_token in running.prompt for running in self._running.values()):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -241,17 +238,8 @@ class EchoEngine:
         self._broadcast(plan)
         self._runner.execute(plan)
         self._steps += 1
-        self._tokens += len(self._running)
-        tokens = [next(answer) for answer in self._answers.values()]
-        for running, token in zip(self._running.values(), tokens, strict=True):
-            if running.asks:
-                self._add_extras(outputs, running, token)
-        decoding = len(tokens)
-        outputs.request_ids += self._running
-        outputs.counts += [1] * decoding
-        outputs.token_ids += tokens
-        outputs.finish += [0] * decoding
-        finished = self._finish(outputs, ended)
+        decoding = len(self._running)
+        finished = self._sample(outputs, ended)
         row = IterationStats(
             iteration=self._steps - 1,
             timestamp=time.time(),
@@ -265,6 +253,30 @@ class EchoEngine:
         )
         self.iterations.extend((row,))
         return outputs
+
+    def _schedule(self) -> int:
+        """Let run what waits, as far as there is room; how many they are."""
+        ran = len(self._running)
+        while self._waiting and len(self._running) < self._echo.max_batch_size:
+            running = self._waiting.first()
+            request_id = running.request.request_id
+            self._waiting.pop(request_id)
+            self._running[request_id] = running
+            self._answers[request_id] = itertools.chain.from_iterable(self._blocks(running))
+        return len(self._running) - ran
+
+    def _sample(self, outputs: StepOutputs, ended: int) -> int:
+        """One token for each, behind ``ended`` requests that have ended without; how many end with it."""
+        self._tokens += len(self._running)
+        tokens = [next(answer) for answer in self._answers.values()]
+        for running, token in zip(self._running.values(), tokens, strict=True):
+            if running.asks:
+                self._add_extras(outputs, running, token)
+        outputs.request_ids += self._running
+        outputs.counts += [1] * len(tokens)
+        outputs.token_ids += tokens
+        outputs.finish += [0] * len(tokens)
+        return self._finish(outputs, ended)
 
     def _blocks(self, running: _Running) -> Iterator[list[int]]:
         """All of its tokens from the next on, one of which every step takes; each block is made in the step that takes its first one."""
@@ -306,6 +318,11 @@ class EchoEngine:
                 outputs.prompt_logprobs[request_id] = echo_logprobs(running.prompt[1:].tolist(), params.prompt_logprobs, vocab_size)
             if params.return_context_logits:
                 outputs.context_logits[request_id] = echo_logits(running.prompt.tolist(), vocab_size)
+
+    def trace_points(self) -> list[Point]:
+        """See ``Engine``."""
+        picked = Point(self, "_schedule", "schedule", lambda arguments, admitted: About([*self._running]))
+        return [picked, Point(self, "_sample", "sample")]
 
     def reset_prefix_cache(self) -> None:
         """There is none."""

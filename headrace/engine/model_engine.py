@@ -7,7 +7,7 @@ import os
 import time
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts
@@ -31,6 +31,8 @@ from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 from headrace.telemetry import IterationStats, KvCacheEvent
+from headrace.tracing.hooks import Point
+from headrace.tracing.spans import About
 
 if TYPE_CHECKING:
     from headrace.text.vocabulary import Vocabulary
@@ -288,6 +290,15 @@ class ModelEngine:
             "loras_loaded": len(self._adapters),
             "lora_loads": self._adapters.num_loads,
         }
+
+    def trace_points(self) -> list[Point]:
+        """See ``Engine``."""
+        return [Point(self._scheduler, "schedule", "schedule", self._picked), Point(self._live, "update", "sample")]
+
+    def _picked(self, arguments: Sequence[Any], chunks: Sequence[Chunk]) -> About:
+        # Of a beam search all sequences stand for the one request.
+        requests = dict.fromkeys(self._live[chunk.sequence.request_id].request.request_id for chunk in chunks)
+        return About([*requests], facts={"tokens": sum(chunk.length for chunk in chunks)})
 
     def close(self) -> None:
         """Drop this rank's weights and cache."""

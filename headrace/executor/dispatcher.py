@@ -44,7 +44,7 @@ from headrace.executor.lifecycle import (
     Suspend,
     WorldState,
 )
-from headrace.executor.mailbox import Waiter, wake
+from headrace.executor.mailbox import Waiter
 from headrace.executor.pairing import Pairing
 from headrace.executor.pauses import PauseCalls
 from headrace.executor.sources import Sources
@@ -72,6 +72,7 @@ from headrace.ipc.messages import (
     YourTurn,
 )
 from headrace.ipc.recorder import Recorder
+from headrace.tracing.hooks import Point
 
 log = logging.getLogger("headrace.executor")
 worker_log = logging.getLogger("headrace.worker")
@@ -147,6 +148,10 @@ class Dispatcher:
         self._texts: TextPool | None = None
         # The thread ends: no world will follow.
         self._ended = False
+
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched, with the world that there is."""
+        return [*self.pairing.trace_points(), *self.world.trace_points()]
 
     def post(self, item: int | Close | Hurry | Lost | AskStacks | TextPool | YourTurn) -> None:
         """Hand the thread an id to cancel, a close, a world that hangs, a rank whose stacks are wanted, postprocess workers to start, or
@@ -287,7 +292,7 @@ class Dispatcher:
                     return
         finally:
             # Whatever became of the frames behind it: what has been delivered is there to be read.
-            wake(waiters)
+            self.pairing.wake(waiters)
 
     def _read_result(self, timeout: float, waiters: list[Waiter]) -> bool:
         """Take one frame, and add those who are to be woken for it; whether there was one."""
@@ -328,7 +333,7 @@ class Dispatcher:
                 if not self._read_result(LAST_WORDS_PATIENCE, waiters):
                     return
             finally:
-                wake(waiters)
+                self.pairing.wake(waiters)
 
     def _read_greetings(self) -> None:
         assert self.world.requests is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TypeAlias
 
 from headrace.errors import RequestError
 from headrace.executor.control_line import ControlLine
@@ -21,10 +22,14 @@ from headrace.ipc.messages import (
     RankAnswers,
     ResetPrefixCache,
     StartProfile,
+    StartTrace,
     Stats,
     StopProfile,
+    StopTrace,
 )
 from headrace.telemetry import IterationStats, KvCacheEvent
+
+AnyRankCall: TypeAlias = StartProfile | StopProfile | StartTrace | StopTrace
 
 #: seconds that the answer to a call may be under way, beyond those that the ranks have for it
 CALL_MARGIN = 2.0
@@ -100,15 +105,20 @@ class EngineCalls:
         """Let every rank write what it has recorded; the files, in the order of the ranks, for Perfetto or chrome://tracing. No step runs
         while they are written. Raises as ``start_profile``.
         """
-        answers = self._call_ranks(StopProfile(timeout), "stop_profile")
+        answers = self._call_ranks(StopProfile(timeout), "stop_profile").answers
         return [answers[rank] for rank in sorted(answers)]
 
-    def _call_ranks(self, message: StartProfile | StopProfile, name: str) -> dict[int, str]:
-        """What every rank says. Raises once all have answered, or the time is up."""
+    def _ask_ranks(self, message: AnyRankCall, margin: float = CALL_MARGIN) -> RankAnswers:
+        """What every rank says, or does not say in time; of rank 0 it comes ``margin`` seconds later at most."""
         if not 0 < message.timeout <= LONGEST_CALL:
             raise RequestError(f"timeout={message.timeout} does not lie between 0 and {LONGEST_CALL:.0f} seconds")
-        reply = self._collective.call(message, message.timeout + CALL_MARGIN)
+        reply = self._collective.call(message, message.timeout + margin)
         assert isinstance(reply, RankAnswers), reply
+        return reply
+
+    def _call_ranks(self, message: AnyRankCall, name: str) -> RankAnswers:
+        """What every rank says. Raises once all have answered, or the time is up."""
+        reply = self._ask_ranks(message)
         by_text: dict[str, list[int]] = {}
         for rank, error in sorted(reply.errors.items()):
             by_text.setdefault(error, []).append(rank)
@@ -118,7 +128,7 @@ class EngineCalls:
             raise TimeoutError("; ".join([f"{name}: rank {silent} has not answered within {message.timeout} s", *faults]))
         if faults:
             raise RequestError(f"{name}: " + "; ".join(faults))
-        return reply.answers
+        return reply
 
     def _ask_kv_events(self, after: int, limit: int, timeout: float) -> KvEvents:
         reply = self._control.call(GetKvEvents(after, limit), timeout)

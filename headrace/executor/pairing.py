@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from headrace.errors import ChannelError, EngineDeadError, HeadraceError, RequestError
 from headrace.executor.admission import Admission, QueueLimits
@@ -21,12 +22,17 @@ from headrace.executor.outbox import Admitted, Outbox
 from headrace.executor.texts.shard import Made
 from headrace.ipc.messages import Deltas
 from headrace.outputs import FinishReason
+from headrace.tracing.hooks import Point
+from headrace.tracing.spans import About
 
 log = logging.getLogger("headrace.executor")
 
 
 class Pairing:
     """The requests of one executor, over all its worlds."""
+
+    # Called through the object, so that it can be watched.
+    wake = staticmethod(wake)
 
     def __init__(self, limits: QueueLimits, max_deaths: int) -> None:
         self.lock = threading.RLock()
@@ -36,6 +42,11 @@ class Pairing:
         self.outbox: Outbox | None = None
         self.bad_frames = 0
         self._max_deaths = max_deaths
+
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched."""
+        woken = Point(self, "wake", "wake", lambda arguments, _: About(facts={"waiters": len(arguments[0])}))
+        return [Point(self, "deliver", "dispatch", _delivered), Point(self, "texts_made", "take texts"), woken]
 
     def deliver(self, deltas: Deltas, waiters: list[Waiter], ready: bool) -> None:
         """Route one frame to its mailboxes. ``waiters``: gets those who are to be woken for it. ``ready``: the world that sent it still
@@ -121,7 +132,7 @@ class Pairing:
                 mailbox.take_waiters(waiters)
             if stopped and self.outbox is not None:
                 self.outbox.put(*stopped)
-        wake(waiters)
+        self.wake(waiters)
 
     def _ended_here(self, request_id: int, mailbox: Mailbox, finish: FinishReason | None) -> bool:
         """A stop string was found, or what came, maybe with its ending, was of no use. Whether the world must be told. Holds the lock."""
@@ -153,7 +164,7 @@ class Pairing:
                 self.outbox.put(request_id)
             elif live is not None:
                 self._end(live, FinishReason.ABORT, waiters)
-        wake(waiters)
+        self.wake(waiters)
 
     def abort_all(self) -> list[Waiter]:
         """End every request early. Holds the lock; gives back whom to wake without it."""
@@ -173,7 +184,7 @@ class Pairing:
             expired = [request_id for request_id, live in self.ledger.held() if live.deadline is not None and live.deadline <= now]
             for request_id in expired:
                 self._end(self.ledger.expire(request_id), FinishReason.TIMEOUT, waiters)
-        wake(waiters)
+        self.wake(waiters)
 
     def abort_held(self) -> None:
         """The world is to end without what it does not have."""
@@ -183,7 +194,7 @@ class Pairing:
                 _, live = self.ledger.cancel(request_id)
                 if live is not None:
                     self._end(live, FinishReason.ABORT, waiters)
-        wake(waiters)
+        self.wake(waiters)
 
     def fail_all(self, error: HeadraceError) -> None:
         """No world follows."""
@@ -199,7 +210,7 @@ class Pairing:
             for live in aborted:
                 self._end(live, FinishReason.ABORT, waiters)
             log.warning("%d requests wait for the next world", len(self.ledger))
-        wake(waiters)
+        self.wake(waiters)
         if convicted:
             log.error("a request is failed: its world died %d times in a row when it was to run", self._max_deaths)
             self._fail(convicted, error)
@@ -244,4 +255,12 @@ class Pairing:
                     self._admitted(live)
                 fail(live.mailbox, error)
                 live.mailbox.take_waiters(waiters)
-        wake(waiters)
+        self.wake(waiters)
+
+
+def _delivered(arguments: Sequence[Any], _: Any) -> About:
+    """To whom a frame brought tokens, and to whom their ending."""
+    ids, counts, tokens, finish = unpack(arguments[0])
+    requests = [request_id for request_id, count in zip(ids, counts, strict=True) if count]
+    ended = [request_id for request_id, ending in zip(ids, finish, strict=True) if ending]
+    return About(requests, ended, facts={"step": arguments[0].step, "tokens": len(tokens)})

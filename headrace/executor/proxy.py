@@ -20,7 +20,6 @@ from headrace.executor.attachment import Attachment
 from headrace.executor.control_line import refusal
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.doorbell import MAX_POLL
-from headrace.executor.engine_calls import EngineCalls
 from headrace.executor.health import PROGRESS_LIMIT, SILENCE_LIMIT, Health, ProgressWatch, describe
 from headrace.executor.heartbeat import HangPolicy, HeartbeatThread
 from headrace.executor.hub import LaneHub
@@ -47,6 +46,7 @@ from headrace.executor.result import GenerationResult
 from headrace.executor.stacks import AskStacks, RankStacks
 from headrace.executor.startup import ProgressListener
 from headrace.executor.texts.pool import TextPool
+from headrace.executor.traced_calls import TracedCalls
 from headrace.ipc.messages import (
     Pause,
     PauseMode,
@@ -66,7 +66,7 @@ CLOSE_MARGIN = 3.0
 POSTPROCESS_PATIENCE = 10.0
 
 
-class GenerationExecutorProxy(EngineCalls):
+class GenerationExecutorProxy(TracedCalls):
     """Starts a worker world and pairs requests with results. Every method may be called from any thread.
 
     Args:
@@ -237,6 +237,7 @@ class GenerationExecutorProxy(EngineCalls):
                 self._texts.settled.wait(POSTPROCESS_PATIENCE)
             self._control.open()
             self._heartbeat.start()
+            self._annotate()
             return facts
         except BaseException:
             self.close()
@@ -315,11 +316,11 @@ class GenerationExecutorProxy(EngineCalls):
             if not held and self.state not in SERVING:
                 raise self._refusal()
             pairing.admission.enter(sum(map(len, checked)), sum(len(choices) * len(choices[0].token_ids) for choices in checked))
-            lock, post, replayable = dispatcher.lock, dispatcher.post, dispatcher.replayable
+            new_handle, lock, post, replayable = self.new_handle, dispatcher.lock, dispatcher.post, dispatcher.replayable
             admitted: list[Admitted] = []
             live: list[tuple[int, LiveRequest]] = []
             for choices in checked:
-                result = GenerationResult(self._next_id, choices, lock, post, elsewhere)
+                result = new_handle(self._next_id, choices, lock, post, elsewhere)
                 results.append(result)
                 for choice, mailbox in zip(choices, result.mailboxes, strict=True):
                     admitted.append(Admitted(self._next_id, choice))
@@ -434,7 +435,10 @@ class GenerationExecutorProxy(EngineCalls):
         # One that has ended is not rung again: in a collection of a cycle, its bell may have gone before us.
         if dispatcher.thread.is_alive():
             try:
-                dispatcher.post(Close(drain, timeout))
+                try:
+                    timeout = self._end_trace(timeout, not self._is_held_here())
+                finally:
+                    dispatcher.post(Close(drain, timeout))
                 if self._is_held_here():
                     return
                 over = dispatcher.over.wait(timeout + CLOSE_MARGIN)
@@ -446,7 +450,9 @@ class GenerationExecutorProxy(EngineCalls):
             if not over:
                 log.error("the dispatch thread did not end within %.1f s: %r", timeout + CLOSE_MARGIN, self)
                 return
-        elif dispatcher.thread.ident is None:
+        else:
+            self._end_trace(timeout, not self._is_held_here())
+        if dispatcher.thread.ident is None:
             # Otherwise by the thread, as its last act.
             if self._recorder is not None:
                 self._recorder.close()
@@ -476,6 +482,7 @@ class GenerationExecutorProxy(EngineCalls):
             # A world that had died by itself was reaped by its thread, which has ended: nothing is left to do but to say so.
             if self.state is WorldState.REAPED:
                 dispatcher.lifecycle.handle(Close(drain, 0.0), 0.0)
+        self._watched_no_more()
         self._control.close(CLOSE_MARGIN)
         self._collective.close(CLOSE_MARGIN)
         self._heartbeat.join(CLOSE_MARGIN)

@@ -99,6 +99,11 @@ class GenerationResult:
             self.abort()
 
     @property
+    def ids(self) -> range:
+        """Of its choices, as requests of their own."""
+        return self._ids
+
+    @property
     def mailboxes(self) -> list[Mailbox]:
         """Of the choices, in their order: what the ledger knows of this handle."""
         return [choice.mailbox for choice in self._choices]

@@ -21,6 +21,7 @@ from headrace.ipc.bootstrap import FILE_NAME, Bootstrap, local_bootstrap, write_
 from headrace.ipc.channel import Address, Channel, ServedChannel, new_key
 from headrace.ipc.greeting import Greeting
 from headrace.ipc.messages import AnyMessage, LaneReady
+from headrace.tracing.hooks import Point
 
 if TYPE_CHECKING:
     from headrace.executor.turns import SuspectTurn
@@ -145,6 +146,10 @@ class World:
     def heard(self, message: AnyMessage, now: float) -> None:
         """Its owner has told us something. Raises ChannelError: that is this process."""
         raise ChannelError("nobody else tells us of a world of our own")
+
+    def trace_points(self) -> list[Point]:
+        """Where its channels can be watched."""
+        return [point for end in (self.requests, self.results) if end is not None for point in end.trace_points()]
 
     def forget_births(self) -> None:
         """Every rank is known, and has read the key: what the start needed leaves the disk. Whoever waits for births has stopped."""

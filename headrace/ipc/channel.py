@@ -29,6 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.ipc.messages import AnyMessage
+from headrace.tracing.hooks import Point
 
 #: why a frame can be refused
 REFUSALS = ("truncated", "version", "mac", "replay", "schema", "direction")
@@ -85,6 +86,10 @@ class End(ABC):
     @abstractmethod
     def close(self, linger: float = 0.0) -> None:
         """Give everything back: threads, descriptors, socket files."""
+
+    @abstractmethod
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched."""
 
 
 class Channel(End):

@@ -20,6 +20,8 @@ from headrace.ipc.channel import Address, Channel, ChannelStats, End, Received, 
 from headrace.ipc.codec import Codec, Incoming, Kind, Link, Role, notice, read_notice
 from headrace.ipc.messages import Ack, AnyMessage
 from headrace.ipc.transport import Transport
+from headrace.tracing.hooks import Point
+from headrace.tracing.spans import About
 
 #: Refused frames that one call of recv passes over once its time is up: a flood of them must not hold a caller who does not wait.
 REFUSED_PER_CALL = 1024
@@ -29,6 +31,18 @@ T = TypeVar("T")
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _sent(arguments: Sequence[Any], result: Any) -> About:
+    return About(facts={"message": type(arguments[0]).__name__})
+
+
+def _encoded(arguments: Sequence[Any], parts: Any) -> About:
+    return About(facts={"message": type(arguments[1]).__name__, "bytes": sum(map(len, parts))})
+
+
+def _decoded(arguments: Sequence[Any], incoming: Any) -> About:
+    return About(facts={"message": type(incoming.message).__name__, "bytes": sum(map(len, arguments[1]))})
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -61,6 +75,10 @@ class BaseEnd(End, Generic[T]):
         # In a forked child the transport is still the parent's: neither its socket nor its socket file is ours to close.
         if owner == os.getpid():
             self.transport.close(linger)
+
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched: making a frame of a message, and a message of a frame."""
+        return [Point(self._codec, "encode", "encode", _encoded), Point(self._codec, "decode", "decode", _decoded)]
 
     def check_open(self) -> None:
         """Raises ChannelClosedError unless this process may use this end."""
@@ -122,6 +140,9 @@ class _ChannelEnd(BaseEnd[Incoming], Channel):
     def __init__(self, address: Address, key: bytes, role: Role, served: bool, transport: Callable[[], Transport]) -> None:
         super().__init__(address, key, role, served, transport)
         self._link = self._codec.link(address.peer)
+
+    def trace_points(self) -> list[Point]:
+        return [*super().trace_points(), Point(self, "send", "send", _sent)]
 
     def send(self, message: AnyMessage, timeout: float | None = 0.0) -> None:
         self._send(message, Kind.SEND, 0, timeout)

@@ -292,11 +292,14 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """``steps`` so far; ``step_age``: seconds since the running step began, 0 when there is no work. ``paused``: nothing runs, by order."""
+    """``steps`` so far; ``step_age``: seconds since the running step began, 0 when there is no work. ``paused``: nothing runs, by order.
+    ``clock``: CLOCK_MONOTONIC of rank 0 in nanoseconds.
+    """
 
     steps: int
     step_age: float
     paused: bool = False
+    clock: int = 0
 
 
 class GetStats(Message, frozen=True, tag="get_stats"):
@@ -379,12 +382,31 @@ class StopProfile(Message, frozen=True, tag="stop_profile"):
     discard: bool = False
 
 
+class StartTrace(Message, frozen=True, tag="start_trace"):
+    """Every rank is to keep what it does, as spans. ``timeout`` as in :class:`StartProfile`."""
+
+    timeout: float
+
+
+class StopTrace(Message, frozen=True, tag="stop_trace"):
+    """Every rank is to give what it has kept, or with ``discard`` to drop it. ``timeout`` as in :class:`StartProfile`."""
+
+    timeout: float
+    discard: bool = False
+
+
 class RankAnswers(Message, frozen=True, tag="rank_answers"):
-    """What became of a call to every rank: of those that did it what they say, of those that could not why, and who has not answered."""
+    """What became of a call to every rank: of those that did it what they say, of those that could not why, and who has not answered.
+
+    For traces: ``traces`` as in :class:`RankAnswer`, by rank; ``clocks``: of each other rank that has answered, by the clock of rank 0 when
+    the call was sent, by that of the rank when it answered, and by that of rank 0 when the answer was found, in nanoseconds.
+    """
 
     answers: dict[int, str]
     errors: dict[int, str] = {}
     silent: tuple[int, ...] = ()
+    traces: dict[int, Buffer] = {}
+    clocks: dict[int, tuple[int, int, int]] = {}
 
 
 class ControlError(Message, frozen=True, tag="control_error"):
@@ -486,15 +508,19 @@ class RankCall(Message, frozen=True, tag="rank_call"):
     """What every rank does between two steps; each answers with :class:`RankAnswer` of the same number."""
 
     number: int
-    call: StartProfile | StopProfile
+    call: StartProfile | StopProfile | StartTrace | StopTrace
 
 
 class RankAnswer(Message, frozen=True, tag="rank_answer"):
-    """``error``: why it could not be done; empty when it was, and then ``answer`` is what came of it."""
+    """``error``: why it could not be done; empty when it was, and then ``answer`` is what came of it. ``clock``: CLOCK_MONOTONIC of the
+    rank in nanoseconds. ``trace``: what it has kept, as ``tracing.spans.ProcessTrace`` in msgpack.
+    """
 
     number: int
     answer: str = ""
     error: str = ""
+    clock: int = 0
+    trace: Buffer | None = None
 
 
 class PlanEnd(Message, frozen=True, tag="plan_end"):
@@ -615,6 +641,8 @@ AnyMessage = (
     | TextReady
     | StartProfile
     | StopProfile
+    | StartTrace
+    | StopTrace
     | RankAnswers
     | RankCall
     | RankAnswer
@@ -638,6 +666,8 @@ CHANNELS: dict[str, dict[str, tuple[type[Message], ...]]] = {
             DropLane,
             StartProfile,
             StopProfile,
+            StartTrace,
+            StopTrace,
         ),
     },
     "attach": {"binder": (Ack,), "connector": (Attach,)},

@@ -94,13 +94,16 @@ def load(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> tuple[Runne
 def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     """Rank 0, from loading to the orderly end."""
     from headrace.ipc.zmq_channel import ZmqPoller, bind_pair, bind_served, connect_pair
+    from headrace.tracing.nvtx import wanted_ranges
     from headrace.worker.control import ControlServer
     from headrace.worker.lanes import LaneDesk
     from headrace.worker.loop import Leader
     from headrace.worker.plans import PlanSender
     from headrace.worker.profiler import RankProfiler
     from headrace.worker.rank_calls import RankCalls
+    from headrace.worker.tracer import RankTracer, runner_points
 
+    ranges = wanted_ranges()
     key = bootstrap.key
     plans = PlanSender([bind_pair(bootstrap.address("plan", rank), key) for rank in range(1, world.size)])
     requests, results = connect_pair(bootstrap.address("request"), key), connect_pair(bootstrap.address("result"), key)
@@ -113,8 +116,12 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     facts = msgspec.structs.replace(engine.facts, versions=engine.facts.versions | versions)
     control = bootstrap.address("control")
     desk = LaneDesk(connect_pair, LaneReady(facts, control.endpoint, Buffer(key)))
-    calls = RankCalls(plans, RankProfiler(runner, world.rank))
+    # Where there is something to watch: known to all that has been made by the first call.
+    tracer = RankTracer(world.rank, lambda: [*leader.trace_points(), *plans.trace_points(), *runner_points(runner, world)])
+    calls = RankCalls(plans, RankProfiler(runner, world.rank, tracer))
     leader = Leader(engine, requests, results, ZmqPoller(), desk, calls)
+    if ranges is not None:
+        tracer.annotate(ranges)
     ControlServer(bind_served(control, key), leader, desk, calls, engine, ZmqPoller()).start()
     report.ready(Ready(facts=facts))
     leader.run()
@@ -128,13 +135,20 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
 def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     """Every other rank."""
     from headrace.ipc.zmq_channel import connect_pair
+    from headrace.tracing.nvtx import wanted_ranges
     from headrace.worker.plans import Follower
     from headrace.worker.profiler import RankProfiler
+    from headrace.worker.tracer import RankTracer, runner_points
 
+    ranges = wanted_ranges()
     plans = connect_pair(bootstrap.address("plan", world.rank), bootstrap.key)
     plans.send(Connected())
     runner, _ = load(bootstrap, world, report)
-    Follower(runner, plans, RankProfiler(runner, world.rank)).run()
+    tracer = RankTracer(world.rank, lambda: [*follower.trace_points(), *runner_points(runner, world)])
+    follower = Follower(runner, plans, RankProfiler(runner, world.rank, tracer))
+    if ranges is not None:
+        tracer.annotate(ranges)
+    follower.run()
     runner.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from headrace.engine.base import Engine
 from headrace.ipc.channel import Poller, Received, ServedChannel
@@ -23,14 +24,19 @@ from headrace.ipc.messages import (
     Pong,
     ResetPrefixCache,
     StartProfile,
+    StartTrace,
     Stats,
     StopProfile,
+    StopTrace,
 )
 from headrace.worker.lanes import LaneDesk
 from headrace.worker.loop import Leader
 from headrace.worker.rank_calls import RankCalls
 
 log = logging.getLogger("headrace.worker")
+
+#: calls that every rank has a part in
+ORDERS = (StartProfile, StopProfile, StartTrace, StopTrace)
 
 #: most records in one reply
 PAGE = 1024
@@ -61,7 +67,7 @@ class ControlServer:
         try:
             if isinstance(message, Ping):
                 leader = self._leader
-                return Pong(steps=leader.steps, step_age=leader.step_age(), paused=leader.pausing.in_effect)
+                return Pong(steps=leader.steps, step_age=leader.step_age(), paused=leader.pausing.in_effect, clock=time.monotonic_ns())
             if isinstance(message, GetStats):
                 return Stats(values=self._engine.stats() | self._leader.counters())
             if isinstance(message, GetKvEvents):
@@ -86,7 +92,7 @@ class ControlServer:
 
     def _order(self, received: Received) -> ControlError | None:
         """What every rank is to do; what cannot be ordered is told at once."""
-        assert isinstance(received.message, StartProfile | StopProfile)
+        assert isinstance(received.message, ORDERS)
         try:
             self._calls.order(received.peer, received.message)
         except ValueError as error:
@@ -104,7 +110,7 @@ class ControlServer:
         self._poller.wait(calls.patience())
         # Whatever comes, replies that are due are not kept waiting by more than one call.
         if (received := channel.recv(0.0)) is not None:
-            reply = self._order(received) if isinstance(received.message, StartProfile | StopProfile) else self.answer(received.message)
+            reply = self._order(received) if isinstance(received.message, ORDERS) else self.answer(received.message)
             if reply is not None:
                 channel.reply(received.peer, reply)
             if isinstance(received.message, DropLane):

@@ -25,6 +25,8 @@ from headrace.ipc.messages import (
     Submit,
 )
 from headrace.outputs import FinishReason
+from headrace.tracing.hooks import Point
+from headrace.tracing.spans import About
 from headrace.worker.deadlines import Deadlines
 from headrace.worker.lanes import RETRY_FULL, Lane, LaneDesk, split
 from headrace.worker.pausing import Pausing
@@ -159,6 +161,22 @@ class Leader:
         """Give back the channels of every lane but the owner's."""
         for number in [number for number in self._lanes if number]:
             self._leave(number, linger=LANES_PATIENCE)
+
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched, with its engine and the lanes that there are."""
+        points = [
+            Point(self, "_receive", "receive"),
+            Point(self._poller, "wait", "wait"),
+            Point(self, "_submit", "take requests", lambda arguments, _: About(_requests(arguments[1]))),
+            Point(
+                self._engine, "step", "step", lambda arguments, outputs: About(facts={"step": self.steps, "answers": len(outputs.finish)})
+            ),
+            Point(self, "_reply", "reply", lambda arguments, _: _told(arguments[0])),
+            *self._engine.trace_points(),
+        ]
+        for lane in self._lanes.values():
+            points += [*lane.requests.trace_points(), *lane.results.trace_points()]
+        return points
 
     # --- lanes
 
@@ -435,6 +453,17 @@ class Leader:
         for request_id, finish in zip(share.request_ids, share.finish, strict=True):
             if finish and (error := lane.failing.pop(request_id, None)) is not None and finish == FinishReason.ERROR:
                 share.errors[request_id] = error
+
+
+def _requests(message: Submit) -> list[int]:
+    return [head.request_id for head in message.requests]
+
+
+def _told(outputs: StepOutputs) -> About:
+    """Whom a step brought tokens, and whom their ending."""
+    requests = [request_id for request_id, count in zip(outputs.request_ids, outputs.counts, strict=True) if count]
+    ended = [request_id for request_id, finish in zip(outputs.request_ids, outputs.finish, strict=True) if finish]
+    return About(requests, ended, facts={"tokens": len(outputs.token_ids)})
 
 
 def _makes_sense(head: RequestHead, message: Submit) -> bool:

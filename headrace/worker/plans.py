@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from headrace.engine.base import Int32, Runner
 from headrace.errors import ChannelError
 from headrace.ipc.channel import Channel
 from headrace.ipc.messages import Buffer, Connected, Loaded, Plan, PlanEnd, RankCall
+from headrace.tracing.hooks import Point
+from headrace.tracing.spans import NOTHING, About
 from headrace.worker.profiler import RankProfiler
 
 #: seconds that followers have to be heard, from the moment when rank 0 has been heard by the user process
@@ -36,6 +39,14 @@ class Follower:
                 self._runner.execute([np.frombuffer(array.view, dtype=np.int32) for array in message.arrays])
             elif isinstance(message, RankCall):
                 self._plans.send(self._profiler.answer(message), timeout=None)
+
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched, beside its runner."""
+
+        def plan(arguments: Sequence[Any], message: Any) -> About:
+            return About(plan=message.step) if isinstance(message, Plan) else NOTHING
+
+        return [Point(self._plans, "recv", "receive plan", plan), *self._plans.trace_points()]
 
 
 class PlanSender:
@@ -66,12 +77,23 @@ class PlanSender:
 
     def __call__(self, arrays: Sequence[Int32]) -> None:
         """Send one plan to every follower."""
+        self.send(arrays)
+
+    def send(self, arrays: Sequence[Int32]) -> None:
+        """As calling it."""
         if self.channels:
             message = Plan(step=self._step, arrays=tuple(Buffer(array) for array in arrays))
             for channel in self.channels:
                 # Followers keep up with rank 0 step by step, so the channel has room; if not, the step waits for them, as it would in MPI.
                 channel.send(message, timeout=None)
         self._step += 1
+
+    def trace_points(self) -> list[Point]:
+        """Where it can be watched: nowhere, if there are no followers."""
+        if not self.channels:
+            return []
+        codecs = [point for channel in self.channels for point in channel.trace_points() if point.name == "encode"]
+        return [Point(self, "send", "broadcast plan", lambda arguments, result: About(plan=self._step - 1)), *codecs]
 
     def end(self) -> None:
         """No further plan."""

@@ -4,8 +4,8 @@ They travel on the plan channels, in one order with the steps, so every rank doe
 another: an answer is collected when it is there. A rank that does not answer in time is named, and costs its caller the time that it gave,
 nobody else anything. One call is under way at a time; others wait for it, each with its own deadline.
 
-There is one profile at a time. A start that does not succeed on every rank is undone on all, those included that are late: in their
-channel the order to stop is behind the order to start.
+There is one profile at a time, and one trace. A start that does not succeed on every rank is undone on all, those included that are late:
+in their channel the order to stop is behind the order to start.
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ from typing import TypeAlias
 
 from headrace.errors import ChannelFullError
 from headrace.ipc.channel import Poller
-from headrace.ipc.messages import AnyMessage, RankAnswer, RankAnswers, RankCall, StartProfile, StopProfile
+from headrace.ipc.messages import (
+    AnyMessage,
+    Buffer,
+    RankAnswer,
+    RankAnswers,
+    RankCall,
+    StartProfile,
+    StartTrace,
+    StopProfile,
+    StopTrace,
+)
 from headrace.worker.plans import PlanSender
 from headrace.worker.profiler import RankProfiler
 
-Request: TypeAlias = StartProfile | StopProfile
+Request: TypeAlias = StartProfile | StopProfile | StartTrace | StopTrace
 
 #: longest time that a call may take, in seconds: a day
 LONGEST_TIMEOUT = 86400.0
@@ -38,10 +48,28 @@ class _Call:
         self.deadline = deadline
         self.number = 0
         self.given_up = False
+        self.sent = 0
+        self.traces: dict[int, Buffer] = {}
+        self.clocks: dict[int, tuple[int, int, int]] = {}
         self.answers: dict[int, str] = {}
         self.errors: dict[int, str] = {}
 
+    @property
+    def what(self) -> str:
+        """What it begins or ends."""
+        return "profile" if isinstance(self.request, StartProfile | StopProfile) else "trace"
+
+    @property
+    def begins(self) -> bool:
+        """Whether it begins one."""
+        return isinstance(self.request, StartProfile | StartTrace)
+
     def take(self, rank: int, answer: RankAnswer) -> None:
+        # The answer last: with it the rank is no longer missed.
+        if answer.trace is not None:
+            self.traces[rank] = answer.trace
+        if rank and self.what == "trace":
+            self.clocks[rank] = (self.sent, answer.clock, time.monotonic_ns())
         if answer.error:
             self.errors[rank] = answer.error
         else:
@@ -51,7 +79,7 @@ class _Call:
         """As it stands; the control thread may ask while the loop goes on."""
         answers, errors = dict(self.answers), dict(self.errors)
         silent = [rank for rank in range(ranks) if rank not in answers and rank not in errors]
-        return RankAnswers(answers, errors, tuple(silent))
+        return RankAnswers(answers, errors, tuple(silent), dict(self.traces), dict(self.clocks))
 
 
 class RankCalls:
@@ -75,10 +103,10 @@ class RankCalls:
         self._done: deque[_Call] = deque()
         # The control thread's: whoever waits for a reply.
         self._waiting: list[_Call] = []
-        # The loop's: the call that is under way, and what the profile that is being taken is called.
+        # The loop's: the call that is under way, and what is being taken: profile or trace -> what it is called.
         self._current: _Call | None = None
         self._number = 0
-        self._profile: str | None = None
+        self._taken: dict[str, str] = {}
 
     def close(self) -> None:
         """Neither thread comes back. In a rank both use this until the process ends."""
@@ -151,17 +179,21 @@ class RankCalls:
     def _begin(self, call: _Call, poller: Poller) -> None:
         if call.given_up:
             return
-        request = call.request
-        if isinstance(request, StartProfile) and self._profile is not None:
-            call.errors[0] = f"a profile is being taken already: {self._profile}"
-        elif isinstance(request, StopProfile) and self._profile is None:
-            call.errors[0] = "no profile is being taken"
+        request, what = call.request, call.what
+        taken = self._taken.get(what)
+        if call.begins and taken is not None:
+            call.errors[0] = f"a {what} is being taken already{taken}"
+        elif not call.begins and taken is None:
+            call.errors[0] = f"no {what} is being taken"
         if call.errors:
             # No other rank is asked, so none is missed.
             call.errors |= {rank: call.errors[0] for rank in range(1, self._ranks)}
             self._finish(call)
             return
-        self._profile = request.prefix if isinstance(request, StartProfile) else None
+        if call.begins:
+            self._taken[what] = f": {request.prefix}" if isinstance(request, StartProfile) else ""
+        else:
+            del self._taken[what]
         self._current = call
         for channel in self._plans.channels:
             poller.register(channel)
@@ -170,6 +202,7 @@ class RankCalls:
     def _send(self, call: _Call) -> None:
         self._number += 1
         call.number = self._number
+        call.sent = time.monotonic_ns()
         message = RankCall(call.number, call.request)
         for channel in self._plans.channels:
             # One that takes nothing is silent, or about to be known as dead.
@@ -188,10 +221,11 @@ class RankCalls:
         self._current = None
         for channel in self._plans.channels:
             poller.unregister(channel)
-        if isinstance(call.request, StartProfile) and (call.given_up or call.errors):
-            self._profile = None
+        if call.begins and (call.given_up or call.errors):
+            del self._taken[call.what]
+            undo = StopProfile(0.0, discard=True) if isinstance(call.request, StartProfile) else StopTrace(0.0, discard=True)
             # Its answers are nobody's.
-            self._send(_Call("", StopProfile(0.0, discard=True), 0.0))
+            self._send(_Call("", undo, 0.0))
         self._finish(call)
 
     def _finish(self, call: _Call) -> None:

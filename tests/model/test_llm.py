@@ -17,6 +17,7 @@ import pytest
 
 from headrace import LLM, RequestError, SamplingParams
 from headrace.outputs import RequestOutput
+from tests.trace_rules import read, spans
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -281,3 +282,15 @@ def test_nothing_is_live_at_the_end(llm: LLM) -> None:
     assert counters["admitted"] == sum(counters[name] for name in ("finished", "aborted", "failed", "timed_out", "dead"))
     assert counters["bad_frames"] == counters["dispatch_faults"] == counters["unknown_deltas"] == 0
     assert llm.executor.stats()["kv_blocks_used"] == 0
+
+
+@WITH_TWO_RANKS
+def test_a_trace_shows_text_and_collectives(llm: LLM, tmp_path: Path) -> None:
+    """A59: what a model does beside what the echo engine does, in every process."""
+    llm.start_trace(tmp_path / "trace.json")
+    llm.generate("The capital of France", SamplingParams(max_tokens=2))
+    trace = read(llm.stop_trace())
+    names = {process: {event["name"] for event in spans(trace, process)} for process in ("user process", "rank 0", "rank 1")}
+    assert names["user process"] >= {"tokenise", "submit", "dispatch", "read", "detokenise"}
+    assert names["rank 0"] >= {"schedule", "forward", "all_reduce", "gather", "sample"}
+    assert names["rank 1"] >= {"receive plan", "forward", "all_reduce", "gather"}

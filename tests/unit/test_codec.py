@@ -80,6 +80,8 @@ def strategy(type_: Any) -> st.SearchStrategy[Any]:
             return st.one_of(*map(strategy, types))
         case mi.VarTupleType(item_type=item):
             return st.lists(strategy(item), max_size=4).map(tuple)
+        case mi.TupleType(item_types=items):
+            return st.tuples(*map(strategy, items))
         case mi.DictType(key_type=key, value_type=value):
             return st.dictionaries(strategy(key), strategy(value), max_size=4)
     raise AssertionError(f"no strategy for {type_}: add one")

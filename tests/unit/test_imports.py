@@ -32,16 +32,18 @@ LEAVES = {
 LAYERS = {
     **{leaf: LEAVES for leaf in LEAVES},
     "headrace.checkpoint": LEAVES,
+    # What can be watched says so itself, in every package.
+    "headrace.tracing": LEAVES,
     "headrace.text": LEAVES | {"headrace.checkpoint"},
-    "headrace.ipc": LEAVES,
-    "headrace.engine": LEAVES | {"headrace.checkpoint"},
+    "headrace.ipc": LEAVES | {"headrace.tracing"},
+    "headrace.engine": LEAVES | {"headrace.checkpoint", "headrace.tracing"},
     # Grammars are about bytes, which only the tokenizer knows.
     "headrace.engine.guided": LEAVES | {"headrace.engine", "headrace.text"},
-    "headrace.engine.model_engine": LEAVES | {"headrace.engine", "headrace.checkpoint", "headrace.text"},
-    "headrace.worker": LEAVES | {"headrace.ipc", "headrace.engine", "headrace.checkpoint"},
+    "headrace.engine.model_engine": LEAVES | {"headrace.engine", "headrace.checkpoint", "headrace.text", "headrace.tracing"},
+    "headrace.worker": LEAVES | {"headrace.ipc", "headrace.engine", "headrace.checkpoint", "headrace.tracing"},
     "headrace.worker.postprocess": LEAVES | {"headrace.worker", "headrace.ipc", "headrace.text"},
-    "headrace.executor": LEAVES | {"headrace.ipc"},
-    "headrace.requests": LEAVES | {"headrace.executor", "headrace.text"},
+    "headrace.executor": LEAVES | {"headrace.ipc", "headrace.tracing"},
+    "headrace.requests": LEAVES | {"headrace.executor", "headrace.text", "headrace.tracing"},
     "headrace.operations": {"headrace.executor"},
     "headrace.llm": LEAVES
     | {"headrace.operations", "headrace.requests", "headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"},
@@ -81,6 +83,7 @@ OWNERS = {
     "torch": {"headrace.engine.runners"},
     "aiohttp": {"headrace.serve", "headrace.bench.openai_target"},
     "matplotlib": {"headrace.bench.plots"},
+    "nvtx": {"headrace.tracing.nvtx"},
 }
 
 #: modules that must not run a thread, a clock or I/O: whatever happens in them can be tested by calling them
@@ -99,10 +102,10 @@ PURE = {
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 
 #: never imported at the top of any module, for each takes long or is needed in one kind of process only
-LATE = {"torch", "llguidance", "matplotlib", "transformers", "huggingface_hub", "onnxruntime", "tensorrt"}
+LATE = {"torch", "llguidance", "matplotlib", "transformers", "huggingface_hub", "onnxruntime", "tensorrt", "nvtx"}
 #: the same for what ranks consist of: they have no event loop, and every start of a world would pay for it
 LATE_IN_RANKS = LATE | {"asyncio"}
-RANKS = {"headrace.worker", "headrace.ipc", "headrace.engine"}
+RANKS = {"headrace.worker", "headrace.ipc", "headrace.engine", "headrace.tracing"}
 
 #: the links at the top of the checkout are doors for people
 DOORS = {"executor", "worker", "ipc", "engine"}
