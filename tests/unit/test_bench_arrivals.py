@@ -15,7 +15,7 @@ def times(count: int, rate: float | None, burstiness: float = 1.0, seed: int = 0
 
 
 @given(st.integers(0, 200), st.floats(1e-3, 1e6), st.floats(1e-3, 1e3), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(database=None, deadline=None, max_examples=30)
 def test_they_never_fall_and_keep_the_rate(count, rate, burstiness, seed):
     got = times(count, rate, burstiness, seed)
     assert len(got) == count

@@ -44,7 +44,7 @@ samples = st.builds(
 
 
 @given(st.lists(samples, min_size=1, max_size=5, unique_by=lambda sample: sample.task_id))
-@settings(max_examples=30)
+@settings(database=None, deadline=None, max_examples=30)
 def test_every_dataset_survives_the_file(tmp_path_factory, many):
     file = io.BytesIO()
     write_jsonl(file, many)

@@ -103,7 +103,7 @@ def test_a_limit_holds_requests_up_beyond_their_time():
     assert target.most == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(database=None, deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 3), max_size=12), st.none() | st.integers(1, 5), st.none() | st.floats(0.1, 10), st.integers(0, 99))
 def test_every_request_is_sent_once_in_order_and_within_the_limit(tokens, limit, rate, seed):
     target = Fake(VirtualClock())

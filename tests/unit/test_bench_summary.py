@@ -111,7 +111,7 @@ def test_requests_at_once_end_before_others_begin():
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
-@settings(max_examples=30)
+@settings(database=None, deadline=None, max_examples=30)
 def test_statistics_are_those_of_numpy(values):
     stats = statistics(values)
     assert stats is not None

@@ -60,7 +60,7 @@ TREES = ["oak", "elm", "ash", "fir", "yew"]
 
 
 @given(st.integers(0, 50), st.floats(-100, 1000), st.floats(0, 1000), st.integers(1, 20), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(database=None, deadline=None, max_examples=30)
 def test_normal_lengths_stay_within_their_bounds(count, mean, std, low, seed):
     lengths = normal_lengths(count, mean, std, rng(seed), low, 500)
     assert len(lengths) == count
@@ -74,7 +74,7 @@ def test_normal_lengths_are_those_of_numpy():
 
 
 @given(st.integers(0, 50), st.integers(1, 30), st.integers(0, 30), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(database=None, deadline=None, max_examples=30)
 def test_uniform_lengths_stay_within_their_bounds(count, low, more, seed):
     lengths = uniform_lengths(count, low, low + more, rng(seed))
     assert len(lengths) == count
@@ -86,7 +86,7 @@ def test_uniform_lengths_reach_both_bounds():
 
 
 @given(st.lists(st.integers(1, 20), max_size=10), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(database=None, deadline=None, max_examples=30)
 def test_ids_have_the_lengths_that_were_asked_for(lengths, seed):
     vocabulary = range(10, 1000)
     prompts = random_ids(lengths, vocabulary, rng(seed))
@@ -115,7 +115,7 @@ def test_special_tokens_are_no_part_of_prompts():
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=6), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(database=None, deadline=None, max_examples=30)
 def test_texts_have_exactly_the_tokens_that_were_asked_for(lengths, seed):
     # Where two words merge, a text is mended until it is as long as it should be.
     for tokenizer in (Words(TREES), Words(TREES, merges=("oak", "elm"))):
