@@ -43,10 +43,14 @@ WORKLOAD = (
     "output_len",
     "output_len_std",
     "seed",
+    "text",
+    "request_rate",
+    "burstiness",
     "warmup",
     "endpoint",
     "streaming",
     "ignore_eos",
+    "detokenize",
     "min_tokens",
     "extra_body",
     "temperature",
@@ -77,13 +81,16 @@ class DifferentError(HeadraceError, ValueError):
 
 
 class Ratio(NamedTuple):
-    """One figure of both. ``low``, ``high``: ends of the interval of ``ratio``; None where there is none. ``drawn``: of what it is."""
+    """One figure of both.
+
+    ``ratio``: b / a; None where a is 0. ``low``, ``high``: ends of its interval; None where there is none. ``drawn``: of what that is.
+    """
 
     load: str
     figure: str
     a: float
     b: float
-    ratio: float
+    ratio: float | None
     low: float | None
     high: float | None
     drawn: str
@@ -121,7 +128,8 @@ def comparison_table(comparison: Comparison, a: str, b: str) -> str:
     for one in comparison.ratios:
         interval = "-" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
         mark = "differs" if one.differs else ""
-        rows.append((one.load, one.figure, f"{one.a:.4g}", f"{one.b:.4g}", f"{one.ratio:.3f}", interval, mark, one.drawn))
+        ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
+        rows.append((one.load, one.figure, f"{one.a:.4g}", f"{one.b:.4g}", ratio, interval, mark, one.drawn))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         padded = enumerate(zip(row, widths, strict=True))
@@ -227,12 +235,12 @@ def _ratio(
         found = [_request_draws(figure, some, rng) for some in runs]
         draws = [some for some in found if some is not None]
     low = high = None
-    if len(draws) == 2:
+    # By what may be 0, as counts can, nothing is divided.
+    if len(draws) == 2 and draws[0].all():
         count = min(map(len, draws))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = draws[1][:count] / draws[0][:count]
-        low, high = (float(end) for end in np.percentile(ratios, [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
-    return Ratio(load, figure, left, right, right / left if left else float("nan"), low, high, drawn if low is not None else "")
+        ends = np.percentile(draws[1][:count] / draws[0][:count], [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+        low, high = (float(end) for end in ends)
+    return Ratio(load, figure, left, right, right / left if left else None, low, high, drawn if low is not None else "")
 
 
 def _request_draws(figure: str, runs: Sequence[Run], rng: Generator) -> NDArray[Any] | None:

@@ -5,7 +5,6 @@ It needs nothing beside itself: no script, no network. On paper it is black on w
 
 from __future__ import annotations
 
-import html
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +12,8 @@ from typing import Any, NamedTuple
 
 from headrace.bench import plots
 from headrace.bench.boundary.rows import COLUMNS, cells
+from headrace.bench.compare import LEVEL, DifferentError, compare
+from headrace.bench.html_parts import STYLE, fact_table, number, spread, table, text
 from headrace.bench.report import Report, Run
 
 #: metric of a run -> (title, where in a record its values are, in seconds)
@@ -22,50 +23,6 @@ LATENCIES: dict[str, tuple[str, Callable[[Any], Iterable[float | None]]]] = {
     "itl_ms": ("Inter-token latency (ITL)", lambda record: record.itl),
     "e2el_ms": ("End-to-end latency (E2E)", lambda record: (record.e2e,)),
 }
-
-_STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1b1f24; --faint: #5b6570; --rule: #d4d9df; --stripe: #f5f7f9; --grid: #e3e7eb;
-  --series-0: #0969da; --series-1: #bc4c00; --series-2: #1a7f37; --series-3: #8250df; --series-4: #bf3989; --series-5: #7d6500; }
-@media (prefers-color-scheme: dark) { :root { --ground: #14181d; --ink: #e3e8ed; --faint: #98a3ae; --rule: #39424c; --stripe: #1b2127;
-  --grid: #2b333b; --series-0: #58a6ff; --series-1: #f0883e; --series-2: #3fb950; --series-3: #bc8cff; --series-4: #f778ba;
-  --series-5: #d4b106; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem; max-width: 76rem; background: var(--ground); color: var(--ink);
-  font: 0.95rem/1.5 system-ui, -apple-system, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.5rem; margin: 0; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 0.6rem; }
-h3 { font-size: 1rem; margin: 1.2rem 0 0.3rem; }
-p { margin: 0.4rem 0; max-width: 60rem; }
-.faint { color: var(--faint); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.8rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.28rem 0.36rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-thead th { border-bottom: 2px solid var(--rule); vertical-align: bottom; }
-th small { display: block; font-weight: normal; color: var(--faint); }
-th.text, td.text { text-align: left; }
-tbody tr:nth-child(even) { background: var(--stripe); }
-table.facts th, table.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-table.facts th { font-weight: normal; color: var(--faint); white-space: nowrap; }
-code { font: 0.85rem/1.4 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-figure { margin: 0.5rem 0; }
-svg { display: block; width: 100%; height: auto; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: 0 2rem; align-items: start; }
-@media print {
-  :root { --ground: #fff; --ink: #000; --faint: #333; --rule: #999; --stripe: #fff; --grid: #ddd;
-    --series-0: #0550ae; --series-1: #953800; --series-2: #116329; --series-3: #6639ba; --series-4: #99286e; --series-5: #5c4a00; }
-  @page { size: A4 landscape; margin: 12mm; }
-  body { padding: 0; max-width: none; font-size: 9pt; }
-  .scroll { overflow: visible; }
-  table { font-size: 7.5pt; }
-  th, td { padding: 0.15rem 0.4rem; }
-  h2, h3 { break-after: avoid; }
-  figure, tr { break-inside: avoid; }
-  thead { display: table-header-group; }
-  .plots figure { max-height: 170mm; }
-  .plots svg { max-height: 165mm; }
-}
-"""
 
 
 class Named(NamedTuple):
@@ -98,6 +55,7 @@ def html_report(reports: Sequence[Named]) -> str:
         _sweep(points, reports),
         _timelines(points),
         _facts(points),
+        *(_comparison(reports[0], other) for other in reports[1:]),
         *(_rows(named, several) for named in reports),
         *(_origin(named, several) for named in reports),
         _definitions(),
@@ -105,7 +63,7 @@ def html_report(reports: Sequence[Named]) -> str:
     body = "\n".join(filter(None, sections))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
@@ -129,13 +87,13 @@ def _load(run: Run) -> str:
 
 
 def _header(title: str, reports: Sequence[Named]) -> str:
-    lines = [f"<header><h1>{_text(title)}</h1>"]
+    lines = [f"<header><h1>{text(title)}</h1>"]
     dates = sorted({named.report.date for named in reports})
     machines = list(dict.fromkeys(f"{named.report.machine.cpu}, {named.report.machine.cores} cores" for named in reports))
     whom = dict.fromkeys(str(named.report.settings.get("base_url") or named.report.settings.get("model") or "") for named in reports)
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     about = [", ".join(filter(None, whom)), when, "; ".join(machines)]
-    lines.append(f'<p class="faint">{_text(" · ".join(filter(None, about)))}</p></header>')
+    lines.append(f'<p class="faint">{text(" · ".join(filter(None, about)))}</p></header>')
     return "".join(lines)
 
 
@@ -164,19 +122,19 @@ def _summary(points: Sequence[_Point], several: bool) -> str:
     if not measured:
         return ""
     columns = [column for column in _COLUMNS if any(column[2](run) is not None for point in measured for run in point.runs)]
-    rows = [[_text(point.label), *(_spread([column[2](run) for run in point.runs]) for column in columns)] for point in measured]
+    rows = [[text(point.label), *(spread([column[2](run) for run in point.runs]) for column in columns)] for point in measured]
     repeated = any(len(point.runs) > 1 for point in measured)
     note = "<p>Of repeats the median, and the smallest and the largest value below it.</p>" if repeated else ""
-    return f"<section><h2>Summary</h2>{_table(['Run', *((name, unit) for name, unit, _ in columns)], rows)}{note}</section>"
+    return f"<section><h2>Summary</h2>{table(['Run', *((name, unit) for name, unit, _ in columns)], rows)}{note}</section>"
 
 
 def _failures(points: Sequence[_Point]) -> str:
     rows = [
-        [_text(point.label), _text(message), _number(count)]
+        [text(point.label), text(message), number(count)]
         for point in points
         for message, count in _added(run.errors for run in point.runs).items()
     ]
-    return f"<section><h2>Failures by cause</h2>{_table(['Run', 'Cause', 'Requests'], rows, text=2)}</section>" if rows else ""
+    return f"<section><h2>Failures by cause</h2>{table(['Run', 'Cause', 'Requests'], rows, words=2)}</section>" if rows else ""
 
 
 def _latencies(points: Sequence[_Point]) -> str:
@@ -186,13 +144,13 @@ def _latencies(points: Sequence[_Point]) -> str:
         for point in points:
             stats = [run.metrics[name] for run in point.runs if name in run.metrics]
             if stats:
-                figures = [_spread([getattr(one, field) for one in stats]) for field in _FIELDS]
-                rows.append([_text(_metric_title(name)), _text(point.label), *figures, _number(sum(one.n for one in stats))])
+                figures = [spread([getattr(one, field) for one in stats]) for field in _FIELDS]
+                rows.append([text(_metric_title(name)), text(point.label), *figures, number(sum(one.n for one in stats))])
     if not rows:
         return ""
     drawn = "".join(f"<figure>{plots.histograms(panels)}</figure>" for panels in _histograms(points))
     plot = f'<div class="plots">{drawn}</div>' if drawn else _no_records()
-    return f"<section><h2>Latencies</h2>{plot}{_table(['Metric', 'Run', *_FIELDS, 'n'], rows, text=2)}</section>"
+    return f"<section><h2>Latencies</h2>{plot}{table(['Metric', 'Run', *_FIELDS, 'n'], rows, words=2)}</section>"
 
 
 def _histograms(points: Sequence[_Point]) -> Iterator[list[tuple[str, list[plots.Values]]]]:
@@ -284,18 +242,36 @@ def _facts(points: Sequence[_Point]) -> str:
     rows = []
     for point in points:
         for name in dict.fromkeys(name for run in point.runs for name in run.facts):
-            rows.append([_text(point.label), _text(name), _spread([run.facts.get(name) for run in point.runs])])
-    return f"<section><h2>Further figures</h2>{_table(['Run', 'Figure', 'Value'], rows, text=2)}</section>" if rows else ""
+            rows.append([text(point.label), text(name), spread([run.facts.get(name) for run in point.runs])])
+    return f"<section><h2>Further figures</h2>{table(['Run', 'Figure', 'Value'], rows, words=2)}</section>" if rows else ""
+
+
+def _comparison(a: Named, b: Named) -> str:
+    """The ratios of two, or why there are none."""
+    heading = f"<h2>{text(f'{b.name} against {a.name}')}</h2>"
+    try:
+        ratios, notes = compare(a.report, b.report)
+    except DifferentError as error:
+        return f'<section>{heading}<p class="faint">Not compared: {text(str(error))}.</p></section>'
+    rows = []
+    for one in ratios:
+        interval = "&ndash;" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+        ratio = "&ndash;" if one.ratio is None else f"<strong>{one.ratio:.3f}</strong>" if one.differs else f"{one.ratio:.3f}"
+        rows.append([text(one.load), text(one.figure), number(one.a), number(one.b), ratio, interval, text(one.drawn)])
+    what = "Intervals are percentile bootstraps over repeats, or over the requests of single runs; of bold ratios they leave out 1."
+    about = "".join(f"<p>{text(note)}</p>" for note in notes)
+    headings = ["Run", "Figure", a.name, b.name, "Ratio", f"{LEVEL:g} % interval", "Drawn from"]
+    return f"<section>{heading}{table(headings, rows, words=2)}<p>{what}</p>{about}</section>"
 
 
 def _rows(named: Named, several: bool) -> str:
     """What ``boundary`` has measured, one thing a row."""
-    rows = [[_text(cell) for cell in cells(row)] for row in named.report.rows]
+    rows = [[text(cell) for cell in cells(row)] for row in named.report.rows]
     if not rows:
         return ""
     heading = f"Boundary: {named.name}" if several else "Boundary"
     note = "<p>Medians, with the smallest and the largest value of all repeats; ratios are those of a repeat.</p>"
-    return f"<section><h2>{_text(heading)}</h2>{_table([name.capitalize() for name in COLUMNS], rows, text=len(COLUMNS))}{note}</section>"
+    return f"<section><h2>{text(heading)}</h2>{table([name.capitalize() for name in COLUMNS], rows, words=len(COLUMNS))}{note}</section>"
 
 
 def _origin(named: Named, several: bool) -> str:
@@ -311,12 +287,12 @@ def _origin(named: Named, several: bool) -> str:
     }
     heading = f"How it was measured: {named.name}" if several else "How it was measured"
     tables = "".join(
-        f"<div><h3>{title}</h3>{_fact_table(pairs)}</div>"
+        f"<div><h3>{title}</h3>{fact_table(pairs)}</div>"
         for title, pairs in (("Settings", _set(report.settings)), ("Engine", report.engine), ("Machine", facts))
         if pairs
     )
     command = shlex.join(report.command)
-    return f'<section><h2>{_text(heading)}</h2><p><code>{_text(command)}</code></p><div class="pair">{tables}</div></section>'
+    return f'<section><h2>{text(heading)}</h2><p><code>{text(command)}</code></p><div class="pair">{tables}</div></section>'
 
 
 def _set(settings: dict[str, Any]) -> dict[str, Any]:
@@ -359,51 +335,3 @@ def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
         for name, count in one.items():
             total[name] = total.get(name, 0) + count
     return total
-
-
-def _spread(values: Sequence[float | None]) -> str:
-    """A figure; of several the median, and where they differ their range below it."""
-    there = [value for value in values if value is not None]
-    if not there:
-        return "&ndash;"
-    median = _number(statistics.median(there))
-    return median if min(there) == max(there) else f"{median}<br><small>{_number(min(there))}&ndash;{_number(max(there))}</small>"
-
-
-def _number(value: float) -> str:
-    """Three digits or more, none of them invented."""
-    if isinstance(value, int) or float(value).is_integer():
-        return f"{int(value):,}"
-    size = abs(value)
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
-
-
-def _table(headings: Sequence[str | tuple[str, str]], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """Cells are HTML already; the first ``text`` columns are words."""
-    names = [heading if isinstance(heading, tuple) else (heading, "") for heading in headings]
-    marks = [' class="text"' if place < text else "" for place in range(len(names))]
-    head = "".join(
-        f'<th scope="col"{mark}>{_text(name)}{f"<small>{_text(unit)}</small>" if unit else ""}</th>'
-        for mark, (name, unit) in zip(marks, names, strict=True)
-    )
-    body = "".join("<tr>" + "".join(f"<td{mark}>{cell}</td>" for mark, cell in zip(marks, row, strict=True)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _fact_table(pairs: dict[str, Any]) -> str:
-    rows = "".join(f'<tr><th scope="row">{_text(name)}</th><td>{_text(_shown(value))}</td></tr>' for name, value in pairs.items())
-    return f'<table class="facts"><tbody>{rows}</tbody></table>'
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {_shown(one)}" for name, one in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _text(text: str) -> str:
-    return html.escape(text)

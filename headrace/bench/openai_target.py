@@ -187,15 +187,17 @@ class OpenAITarget:
         """See ``Target``. Messages of failures are few and the same for the same cause, so that they can be counted."""
         assert self._session is not None
         body = msgspec.json.encode(self.body(sample))
+        begun = False
         try:
             async with self._session.post(
                 self._url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False
             ) as response:
                 if response.status != 200:
                     raise self._failed(f"HTTP {response.status}", _message(await response.content.read(MAX_ERROR)))
+                begun = True
                 return await self._stream(sample, response, arrived)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise self._failed(_fault(error, self._timeout), str(error)) from None
+            raise self._failed(_fault(error, self._timeout, begun), str(error)) from None
 
     async def _stream(self, sample: Sample, response: aiohttp.ClientResponse, arrived: Callable[[int], None]) -> Answer:
         events, written, done = 0, [], False
@@ -274,17 +276,15 @@ def _base_url(text: str, endpoint: str) -> str:
     return base
 
 
-def _fault(error: Exception, timeout: float) -> str:
+def _fault(error: Exception, timeout: float, begun: bool = False) -> str:
     """The cause in words that are the same for the same cause: no addresses, no times."""
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno  # its own words have the address
         return f"cannot connect: {os.strerror(number) if number else type(error.os_error).__name__}"
     if isinstance(error, asyncio.TimeoutError):
         return f"no end within {timeout:g} s"
-    if isinstance(error, aiohttp.ClientPayloadError):
-        return "the connection broke within the answer"
-    if isinstance(error, aiohttp.ServerDisconnectedError | OSError):
-        return "the connection broke before the answer"
+    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | OSError):
+        return f"the connection broke {'within' if begun else 'before'} the answer"
     return f"no HTTP: {type(error).__name__}"
 
 

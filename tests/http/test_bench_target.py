@@ -15,6 +15,7 @@ from aiohttp import web
 from headrace.bench import openai_target
 from headrace.bench.dataset import Sample
 from headrace.bench.openai_target import CHAT, COMPLETIONS, OpenAITarget
+from headrace.bench.sweep import Load, sweep
 from headrace.bench.target import Answer, RequestFailedError
 from headrace.errors import HeadraceError, RequestError
 
@@ -198,6 +199,25 @@ def test_a_silent_server_is_not_waited_for(prompt: str, events: list[int]):
     found, seen, _ = ask(prompt, timeout=0.3)
     assert found == "no end within 0.3 s"
     assert seen in ([], events)  # on a machine that is slow the time may be up before the first chunk
+
+
+def test_failures_end_nothing_and_are_counted():
+    async def work(server: Server, url: str) -> None:
+        prompts = ["usage", "500", "broken", "usage", "429", "500", "no end", "a list"]
+        samples = [Sample(task_id=number, prompt=prompt, output_tokens=5) for number, prompt in enumerate(prompts)]
+        async with OpenAITarget(url, model="m", timeout=LONG) as target:
+            (run,) = await sweep(target, samples, Load(concurrency=(3,)), show_progress=False)
+        assert (run.completed, run.failed, run.total_output_tokens) == (2, 6, 10)
+        assert run.errors == {
+            "HTTP 500": 2,
+            "HTTP 429": 1,
+            "the connection broke within the answer": 1,
+            "the stream ended before the answer did": 1,
+            "an event that is no chunk of an answer": 1,
+        }
+        assert set(target.details) == set(run.errors)
+
+    run(work)
 
 
 def test_a_line_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch):

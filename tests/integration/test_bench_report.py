@@ -129,6 +129,7 @@ def test_what_the_reports_say_is_text_in_it(page: str):
     for words in (
         *("ours: concurrency 1", "theirs: concurrency 2", "HTTP 429", "<script>alert(1)</script>", "headrace '<b>&'", "server peer"),
         *("Time to first token (TTFT), ms", "Output throughput per user", "seconds since the run began", "Of repeats the first."),
+        *("theirs against ours", "concurrency 2: different numbers of failed requests: 0 and 1", "e2el_ms median"),
         *("goodput ttft: 5", "How it was measured: theirs", "Definitions"),
     ):
         assert words in text, words
@@ -153,6 +154,13 @@ def test_a_report_without_requests_says_so():
     assert "<svg" not in page and "were not kept" in page and "TTFT, ms" in page
 
 
+def test_reports_of_different_things_are_shown_and_not_compared():
+    a, b = report(bare(run(1, 0.1))), report(bare(run(1, 0.1)), settings={"seed": 5})
+    page = html_report([Named("a", a), Named("b", b)])
+    Page(page)
+    assert "b against a" in page and "Not compared: the reports measured different things: " in page and "seed: None and 5" in page
+
+
 def test_further_figures_stand_in_a_table():
     page = html_report([Named("a", report(Run(label="burst", duration=1.0, completed=0, facts={"submit_ms": 12.5}), kind="boundary"))])
     Page(page)
@@ -172,6 +180,9 @@ def test_without_matplotlib_there_is_an_error_that_says_what_to_do(monkeypatch: 
     out = tmp_path / "page.html"
     assert main(["bench", "report", str(tmp_path / "a.json"), "-o", str(out)]) == 1
     assert 'pip install "headrace[bench]"' in capsys.readouterr().err and not out.exists()
-    # Before anything is measured.
+    # Both before anything is measured.
+    missing = str(tmp_path / "missing.json")
+    assert main(["bench", "latency", "--model", "echo", "--compare", missing]) == 1
+    assert "missing.json" in capsys.readouterr().err
     assert main(["bench", "latency", "--model", "echo", "--html", str(out)]) == 1
     assert 'pip install "headrace[bench]"' in capsys.readouterr().err and not out.exists()

@@ -100,6 +100,16 @@ def test_figures_of_a_run_of_another_kind_are_compared_by_name():
     assert [(one.figure, one.ratio) for one in compare(a, b).ratios] == [("ms", 0.75), ("own", 1.0)]
 
 
+def test_nothing_is_divided_by_nothing():
+    """Counts may be 0 in both, as preemptions are in most runs."""
+    a, b = (report(*(run(1.0, facts={"preemptions": count}) for count in counts)) for counts in ((0.0, 0.0, 2.0), (0.0, 1.0, 1.0)))
+    comparison = compare(a, b)
+    found = by_figure(comparison.ratios)["preemptions"]
+    assert (found.a, found.b, found.ratio, found.low, found.differs) == (0, 1, None, None, False)
+    (line,) = (line for line in comparison_table(comparison, "a", "b").splitlines() if "preemptions" in line)
+    assert line.split() == ["concurrency", "1", "preemptions", "0", "1", "-", "-"]
+
+
 def test_failed_requests_are_in_no_latency_and_are_told_of():
     whole = run(1.0)
     slow = msgspec.structs.replace(record(10, 100.0), error="HTTP 500")
