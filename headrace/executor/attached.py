@@ -65,6 +65,7 @@ class OwnerMonitor(WorldMonitor):
         self._error: EngineDeadError | None = None
         self._told = False
         self._answer_by: float | None = None
+        self._answered = False
         self._final = False
         self._gone = False
 
@@ -72,12 +73,13 @@ class OwnerMonitor(WorldMonitor):
         return f"<OwnerMonitor owner={self.world.pid} error={self._error!r} final={self._final} gone={self._gone}>"
 
     def ordered(self, now: float) -> None:
-        """Rank 0 is connecting to our channels."""
-        self._answer_by = now + ANSWER_PATIENCE
+        """Rank 0 is connecting to our channels. It may have done so already: that comes by another way than the owner's word of it."""
+        if not self._answered:
+            self._answer_by = now + ANSWER_PATIENCE
 
     def answered(self) -> None:
         """It has."""
-        self._answer_by = None
+        self._answered, self._answer_by = True, None
 
     def lose(self, error: EngineDeadError, final: bool) -> None:
         """The world is lost to us. The first cause stays, but a later word may be the final one."""
