@@ -53,6 +53,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from headrace.errors import ClosedError, EngineDeadError, HeadraceError, StartupError
 
 #: Of a close's budget, the part at its end that is kept for killing what did not leave by itself, in seconds (at most half the budget).
@@ -116,56 +118,47 @@ FAIL = RestartPolicy()
 # --- events
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """Every rank can run steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """A process of the world died, hung, or reported that it cannot go on. ``final``: no other can follow, whatever the policy says."""
 
     error: EngineDeadError
     final: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PauseAsked:
+class PauseAsked(msgspec.Struct, frozen=True):
     """The world, and each that follows it, is to stand still."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeAsked:
+class ResumeAsked(msgspec.Struct, frozen=True):
     """It is to go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """The owner wants an end within ``budget`` seconds."""
 
     drain: bool
     budget: float
 
 
-@dataclass(frozen=True, slots=True)
-class Hurry:
+class Hurry(msgspec.Struct, frozen=True):
     """The owner, who is closing, waits no longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """The world has reported its last request; its ranks leave once they are told that the report has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(msgspec.Struct, frozen=True):
     """Every process of the world has exited. ``error`` says how, for the states in which that is a surprise."""
 
     error: EngineDeadError
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
+class Expired(msgspec.Struct, frozen=True):
     """``Lifecycle.deadline`` has passed. ``report``: who was where, for a start that took too long."""
 
     report: str = ""
@@ -177,13 +170,11 @@ Event: TypeAlias = Started | Lost | PauseAsked | ResumeAsked | Close | Hurry | D
 # --- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(msgspec.Struct, frozen=True):
     """Tell those who wait for the start that it is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendShutdown:
+class SendShutdown(msgspec.Struct, frozen=True):
     """Send the shutdown mark behind every request that was admitted. ``drain``: those that are held have their turn before it; otherwise
     they end with it.
     """
@@ -191,60 +182,50 @@ class SendShutdown:
     drain: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SendFarewell:
+class SendFarewell(msgspec.Struct, frozen=True):
     """Everything that the world has sent has come: its ranks may leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """End every live request with this error, and refuse new ones with it."""
 
     error: HeadraceError
 
 
-@dataclass(frozen=True, slots=True)
-class Suspend:
+class Suspend(msgspec.Struct, frozen=True):
     """Keep the live requests for the next world; those that must not be tried again end with this error."""
 
     error: EngineDeadError
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(msgspec.Struct, frozen=True):
     """Kill every process of the world."""
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Nothing of the world runs any more: give back its sockets, descriptors and files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """Start another world."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeHeld:
+class ResumeHeld(msgspec.Struct, frozen=True):
     """Send the new world the requests that were kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class PauseAgain:
+class PauseAgain(msgspec.Struct, frozen=True):
     """Let the new world stand still before it gets any request."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """No world will follow: the thread that executes these actions ends."""
 
 
 Action: TypeAlias = Announce | SendShutdown | SendFarewell | Fail | Suspend | Kill | Release | Launch | ResumeHeld | PauseAgain | End
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """The state has changed. ``number``: 0, 1, 2, ... of all changes; ``at``: by the clock of whoever drives; ``error``: what was said of a
     death, or to those whom an end cut off.
     """
