@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: nothing is refused for its number: what is measured is all that was asked for
 NO_LIMIT = 2**62
 
+#: seconds for a control call between two runs: on a machine that is busy an hour's sweep is not to end for one that came late
+CONTROL_TIMEOUT = 30.0
+
 #: of the engine's statistics, those that tell why a run was as fast as it was: tokens / steps is the batch that was reached, and computed
 #: tokens beyond those of prompts and answers were computed again after a preemption, or found in the cache where they are fewer
 ENGINE_COUNTERS = ("steps", "computed_tokens", "preemptions", "kv_blocks_reused")
@@ -122,7 +125,7 @@ async def _measure(
         options.load_of(arguments, streaming),
         warmup=warmup,
         # Every run has the same prompts: the second of a sweep would find all of them.
-        before_run=functools.partial(asyncio.to_thread, llm.reset_prefix_cache),
+        before_run=functools.partial(asyncio.to_thread, llm.executor.reset_prefix_cache, CONTROL_TIMEOUT),
         counters=functools.partial(asyncio.to_thread, _counters, llm),
         on_run=done,
     )
@@ -130,7 +133,7 @@ async def _measure(
 
 def _counters(llm: LLM) -> dict[str, float]:
     """What the engine counts, as far as it does, and the processor time of this process in seconds."""
-    stats = llm.executor.stats()
+    stats = llm.executor.stats(CONTROL_TIMEOUT)
     return {f"engine_{name}": stats[name] for name in ENGINE_COUNTERS if name in stats} | {"client_cpu_seconds": time.process_time()}
 
 
