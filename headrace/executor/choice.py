@@ -15,13 +15,14 @@ from headrace.outputs import CompletionOutput, TokenLogprobs
 
 class Fresh(NamedTuple):
     """What a mailbox held, as it came. ``texts``: that of the tokens, as far as somebody else makes it; see ``Choice.text_of``. ``ended``:
-    it is the last, and how it ended is told by the mailbox.
+    it is the last, and how it ended is told by the mailbox. ``events``: what somebody else has made in the place of texts, if anybody does.
     """
 
     token_ids: list[int]
     texts: list[str]
     rows: Columns | None
     ended: bool
+    events: list[bytes] | None = None
 
 
 class Choice:
@@ -52,7 +53,7 @@ class Choice:
     def arrived(self) -> bool:
         """Whether the mailbox has something to take. Holds its lock."""
         box = self.mailbox
-        return bool(box.unread_tokens) or (box.ended and not self.ended)
+        return bool(box.unread_tokens or box.unread_events) or (box.ended and not self.ended)
 
     @property
     def new(self) -> bool:
@@ -72,8 +73,11 @@ class Choice:
         if box.extras is not None and self.extras is not None:
             rows = box.extras.take()
             self.extras.add_whole(box.extras)
+        events = box.unread_events
+        if events:
+            box.unread_events = []
         self.ended = box.ended
-        return Fresh(tokens, texts, rows, self.ended)
+        return Fresh(tokens, texts, rows, self.ended, events)
 
     def text_of(self, fresh: Fresh) -> str:
         """The text of what ``empty`` gave, each of which comes here once and in order."""

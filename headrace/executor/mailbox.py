@@ -140,6 +140,11 @@ class Ending(NamedTuple):
     error: str | None = None
     cause: HeadraceError | None = None
 
+    @property
+    def told(self) -> tuple[str, int | None]:
+        """Finish reason and stop token id, as users see them."""
+        return str(self.finish), self.stop_reason if self.finish is FinishReason.STOP else None
+
 
 class TextElsewhere(Protocol):
     """Where the text of a request is made, if neither in the dispatch thread nor by its reader. Calls hold the lock of the mailbox."""
@@ -172,6 +177,7 @@ class Mailbox:
         "stage",
         "stop_reason",
         "token_ids",
+        "unread_events",
         "unread_text",
         "unread_tokens",
     )
@@ -191,15 +197,18 @@ class Mailbox:
         self.token_ids: list[int] = _NOTHING if self.plain else []
         self.unread_text: list[str] = _NOTHING if self.plain else []
         self.unread_tokens: list[int] = []
+        # None: what is made of tokens is text.
+        self.unread_events: list[bytes] | None = None
         # The ending: both None while the request lives; never changed once set.
         self.finish: FinishReason | None = None
         self.error: HeadraceError | None = None
         self.stop_reason: str | int | None = None
 
-    def make_elsewhere(self, elsewhere: TextElsewhere) -> None:
-        """Before anything arrives: the text is made there."""
+    def make_elsewhere(self, elsewhere: TextElsewhere, events: bool = False) -> None:
+        """Before anything arrives: the text is made there, or in its place ``events``."""
         self.elsewhere, self.plain = elsewhere, False
         self.token_ids, self.unread_text = [], []
+        self.unread_events = [] if events else None
 
     @property
     def ended(self) -> bool:
@@ -229,11 +238,13 @@ class Mailbox:
             self._end_as(Ending(finish, stop_reason, error))
         return False
 
-    def made(self, count: int, text: str, stop: str | None, error: str | None, ending: Ending | None) -> bool:
+    def made(self, count: int, text: str, stop: str | None, error: str | None, ending: Ending | None, events: Sequence[bytes] = ()) -> bool:
         """Text was made elsewhere: ``count`` further tokens are released with it. ``ending``: all of it was. Returns as ``deliver``."""
         if self.ended:
             return False
         self._release(count, text)
+        if self.unread_events is not None:
+            self.unread_events += events
         if error is not None:
             self.fail(RequestError(f"the text of this request could not be made: {error}"))
             return True
@@ -301,7 +312,7 @@ class Mailbox:
         """Move those who have something to wake up for."""
         readers = self.readers
         # Not for what a text stage holds back.
-        if readers.bell is not None and (self.unread_tokens or self.ended):
+        if readers.bell is not None and (self.unread_tokens or self.unread_events or self.ended):
             readers.ring(into)
         if readers.wait_any:
             into += readers.wait_any

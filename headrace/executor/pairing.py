@@ -123,9 +123,9 @@ class Pairing:
         waiters: list[Waiter] = []
         stopped: list[int] = []
         with self.lock:
-            for text, count, piece, stop, error, last in made:
+            for text, count, piece, stop, error, last, events in made:
                 mailbox, ending = text.reader, text.ending
-                if mailbox.made(count, piece, stop, error, ending if last else None):
+                if mailbox.made(count, piece, stop, error, ending if last else None, events):
                     request_id = text.job.request_id
                     if self._ended_here(request_id, mailbox, None if ending is None else ending.finish):
                         stopped.append(request_id)

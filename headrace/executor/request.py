@@ -57,6 +57,20 @@ class TextStage(Protocol):
         """Let out what is still held back: nothing follows."""
 
 
+class EventForm(Protocol):
+    """Makes of the text of one choice the events that its client is sent; used by one thread at a time. ``spec``: what another process
+    makes the same from.
+    """
+
+    spec: bytes
+
+    def feed(self, token_ids: Sequence[int], text: str, finish_reason: str | None, stop_reason: int | str | None) -> list[bytes]:
+        """Of what is let out, and how it ended, if it has."""
+
+    def skip(self, token_ids: Sequence[int], text: str) -> None:
+        """Their events are known: go on behind them."""
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """What ``submit`` takes.
@@ -68,6 +82,8 @@ class GenerationRequest:
         prompt: the prompt's text, for the output record only.
         new_stage: called once for each choice, for what makes its text; None: token ids only.
         priority: higher runs first; equal ones keep their order.
+        new_form: called for each choice, with its number and the ids of its prompt, where the text of a stream is made by a postprocess
+            worker: what comes then are events, and no text; None: it has no form that can be made there.
         timeout: seconds from submit until it ends with finish reason "timeout"; None: no deadline.
         cache_salt: only requests of the same salt share what is cached of their prompts; None is one of them.
         lora: adapter to run it with.
@@ -82,6 +98,7 @@ class GenerationRequest:
     timeout: float | None = None
     cache_salt: str | None = None
     lora: LoraRequest | None = None
+    new_form: Callable[[int, Sequence[int]], EventForm | None] | None = None
 
 
 class CheckedRequest(NamedTuple):

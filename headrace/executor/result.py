@@ -18,7 +18,7 @@ from headrace.executor.choice import Choice, Fresh, beam_completions
 from headrace.executor.extras import Extras
 from headrace.executor.followers import Followers
 from headrace.executor.mailbox import Bell, Mailbox, Readers, TextElsewhere, Waiter
-from headrace.executor.request import CheckedRequest
+from headrace.executor.request import CheckedRequest, EventForm
 from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 
 
@@ -46,9 +46,9 @@ class GenerationResult:
         choices: Sequence[CheckedRequest],
         lock: threading.RLock,
         abort: Callable[[int], None],
-        elsewhere: Callable[[int, CheckedRequest, Mailbox], TextElsewhere] | None = None,
+        elsewhere: Callable[[int, CheckedRequest, Mailbox, EventForm | None], TextElsewhere] | None = None,
     ) -> None:
-        """``elsewhere``: who makes the text, given a choice, its id and its mailbox; None: it is made here."""
+        """``elsewhere``: who makes the text, given a choice, its id, its mailbox and its form; None: it is made here."""
         first = choices[0]
         request = first.request
         self.request_id = first_id
@@ -74,7 +74,9 @@ class GenerationResult:
             piecewise = stage is not None and (stage.finds_stops or request.streaming) and not request.params.use_beam_search
             if elsewhere is not None and piecewise:
                 mailbox = Mailbox(lock, self._readers, None, extras)
-                mailbox.make_elsewhere(elsewhere(request_id, checked, mailbox))
+                new_form = request.new_form if request.streaming else None
+                form = None if new_form is None else new_form(request_id - first_id, checked.token_ids)
+                mailbox.make_elsewhere(elsewhere(request_id, checked, mailbox, form), form is not None)
                 self._choices.append(Choice(mailbox, None))
             else:
                 self._choices.append(Choice(Mailbox(lock, self._readers, None if here else stage, extras), stage if here else None))
@@ -179,14 +181,19 @@ class GenerationResult:
         if self._readers.over or (not bell.at_end and any(choice.arrived for choice in self._choices)):
             self._readers.ring([])
 
-    def fresh(self) -> list[tuple[int, Choice, Fresh]]:
-        """What has arrived since the last time, by the number of the choice, after which the bell may ring again. Holds the lock of the
-        mailboxes.
+    def fresh(self) -> tuple[list[tuple[int, Choice, Fresh]], bool]:
+        """What has arrived since the last time, by the number of the choice, after which the bell may ring again; and whether it is all.
+        Holds the lock of the mailboxes.
         """
-        fresh = [(index, choice, choice.empty()) for index, choice in enumerate(self._choices) if choice.arrived]
+        fresh = []
+        over = True
+        for index, choice in enumerate(self._choices):
+            if choice.arrived:
+                fresh.append((index, choice, choice.empty()))
+            over = over and choice.ended
         # What is over rings no more, whatever comes late.
-        self._readers.rung = self.has_all()
-        return fresh
+        self._readers.rung = over
+        return fresh, over
 
     @property
     def has_extras(self) -> bool:
@@ -209,10 +216,6 @@ class GenerationResult:
     def lock(self) -> threading.RLock:
         """That of the mailboxes."""
         return self._lock
-
-    def has_all(self) -> bool:
-        """Whether ``fresh`` has given everything. Holds the lock of the mailboxes."""
-        return all(choice.ended for choice in self._choices)
 
     # --- mechanics
 

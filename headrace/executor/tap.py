@@ -79,7 +79,7 @@ class Tap:
             news = []
             for place in places:
                 handle = self._handles[place]
-                news.append(News(place, [] if bell.at_end else handle.fresh(), handle.error))
-                if bell.at_end or handle.has_all():
-                    self._left -= 1
+                choices, over = ([], True) if bell.at_end else handle.fresh()
+                news.append(News(place, choices, handle.error))
+                self._left -= over
         return news

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError, RequestError
+from headrace.executor.choice import Choice, Fresh
 from headrace.executor.dispatcher import Dispatcher
 from headrace.executor.mailbox import Mailbox, TextElsewhere
-from headrace.executor.request import CheckedRequest, TextStage
+from headrace.executor.request import CheckedRequest, EventForm, TextStage
 from headrace.executor.result import GenerationResult
 from headrace.ipc.messages import Pong, RankAnswers
 from headrace.outputs import Released, RequestOutput
@@ -130,7 +131,7 @@ def watched_handles(sink: Sink) -> type[GenerationResult]:
             choices: Sequence[CheckedRequest],
             lock: Any,
             abort: Callable[[int], None],
-            elsewhere: Callable[[int, CheckedRequest, Mailbox], TextElsewhere] | None = None,
+            elsewhere: Callable[[int, CheckedRequest, Mailbox, EventForm | None], TextElsewhere] | None = None,
         ) -> None:
             watched = [
                 choice if choice.stage is None else choice._replace(stage=WatchedStage(choice.stage, sink, request_id))
@@ -145,6 +146,10 @@ def watched_handles(sink: Sink) -> type[GenerationResult]:
         def _next_output(self) -> RequestOutput | None:
             output: RequestOutput | None = sink.traced(super()._next_output, "read", self._about)()
             return output
+
+        def fresh(self) -> tuple[list[tuple[int, Choice, Fresh]], bool]:
+            fresh: tuple[list[tuple[int, Choice, Fresh]], bool] = sink.traced(super().fresh, "read", self._about)()
+            return fresh
 
         def _about(self, arguments: Sequence[Any], output: Any) -> About:
             return About(self.ids)

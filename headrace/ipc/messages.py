@@ -547,13 +547,16 @@ class TextEnd(IntEnum):
 
 
 class TextJob(msgspec.Struct, frozen=True, array_like=True):
-    """How the text of one request is made. ``stops``: strings that end it. ``min_tokens``: nothing is looked for in the first ones."""
+    """How the text of one request is made. ``stops``: strings that end it. ``min_tokens``: nothing is looked for in the first ones.
+    ``form``: not empty: what is wanted is not the text but events of this form, a ``forms.spec.FormSpec`` in msgpack.
+    """
 
     request_id: int
     skip_special_tokens: bool
     stops: tuple[str, ...]
     include_stop: bool
     min_tokens: int
+    form: bytes = b""
 
 
 class TextFeed(Message, frozen=True, tag="text_feed"):
@@ -561,6 +564,7 @@ class TextFeed(Message, frozen=True, tag="text_feed"):
 
     ``request_ids``: int64 [n]. ``counts``: int32 [n], new tokens of each. ``token_ids``: int32 [sum(counts)]. ``ends``: one byte [n], a
     :class:`TextEnd`. ``answered``: request id -> so many of its tokens here were answered by a worker that has died; their text is known.
+    ``endings``: of requests with a form that end here, the finish reason, and the stop token id if there is one.
     """
 
     number: int
@@ -570,6 +574,7 @@ class TextFeed(Message, frozen=True, tag="text_feed"):
     token_ids: Buffer
     ends: bytes
     answered: dict[int, int] = {}
+    endings: dict[int, tuple[str, int | None]] = {}
 
 
 class TextPieces(Message, frozen=True, tag="text_pieces"):
@@ -577,7 +582,8 @@ class TextPieces(Message, frozen=True, tag="text_pieces"):
 
     ``counts``: int32 [n], tokens that are let out, of those that were fed so far. ``lengths``: int32 [n], characters of their ``text``,
     which is that of all entries, joined. By the place of the entry: ``stops``, the stop string that was found, and ``errors``, why its text
-    cannot be made; the worker has then forgotten the request.
+    cannot be made; the worker has then forgotten the request. ``events``: of those with a form, whose text is left out, what is sent to the
+    client, one server-sent event each.
     """
 
     number: int
@@ -586,6 +592,7 @@ class TextPieces(Message, frozen=True, tag="text_pieces"):
     text: str
     stops: dict[int, str] = {}
     errors: dict[int, str] = {}
+    events: dict[int, list[bytes]] = {}
 
 
 class TextReady(Message, frozen=True, tag="text_ready"):

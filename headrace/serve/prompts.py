@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import ModelError
+from headrace.forms.elsewhere import EventMaker, goes_elsewhere
 from headrace.forms.spec import Heading
 from headrace.forms.token_names import TokenNames
 from headrace.lora import LoraRequest
@@ -105,7 +107,8 @@ class Prompts:
                     raise ApiError(400, f"{name}: it needs stream to be true", param=name, code="invalid_value")
         requests = [self._request(prompt, params, bool(request.stream)) for prompt in prompts]
         timeout = self._settings.request_timeout if request.timeout is None else request.timeout
-        for one in requests:
+        for place, one in enumerate(requests):
+            one.new_form = functools.partial(_event_maker, form, params.n == 1, place)
             one.priority, one.timeout = priority(request), timeout
             one.lora, one.cache_salt = lora, request.cache_salt
         handles = self._llm.executor.submit(requests)
@@ -209,6 +212,12 @@ class Prompts:
             return self._llm.tokenizer.decode(prompt, skip_special_tokens=False)
         except OverflowError:  # an id that no tokenizer can have: refused in a moment, with the number
             return ""
+
+
+def _event_maker(form: Form, alone: bool, place: int, index: int, prompt_token_ids: Sequence[int]) -> EventMaker | None:
+    """What makes the events of a choice outside of this process, if it can."""
+    spec = form.spec(place, index, prompt_token_ids)
+    return EventMaker(spec) if goes_elsewhere(spec, alone) else None
 
 
 _NONE = TokenNames(None)

@@ -148,8 +148,8 @@ class Running:
         while self._error is None and not self._tap.over:
             await self._tap.wait()
             news = self._tap.take()
-            self._observe(news)
-            events = self._make(news) if self._cost(news) <= INLINE else await in_thread(self._make, news)
+            cost = self._look_at(news)
+            events = self._make(news) if cost <= INLINE else await in_thread(self._make, news)
             if events:
                 return events
         if self._error is not None:
@@ -159,28 +159,16 @@ class Running:
         self._told_last = True
         return self.form.last_events(self._usage_so_far()) or None
 
-    def _observe(self, news: list[News]) -> None:
-        made = 0
-        for _, choices, error in news:
-            for _, _, fresh in choices:
-                made += len(fresh.token_ids)
-            self._error = self._error or error
-        if made:
-            now = time.monotonic()
-            if self._last is None:
-                self._metrics.first_token.observe(now - self._began)
-            else:
-                self._metrics.between_tokens.observe((now - self._last) / made)
-            self._last = now
-
-    def _cost(self, news: list[News]) -> float:
-        """Microseconds that ``_make`` may take, roughly."""
-        cost = 0.0
-        for place, choices, _ in news:
+    def _look_at(self, news: list[News]) -> float:
+        """Count what has come; microseconds that ``_make`` may take with it, roughly."""
+        made, cost = 0, 0.0
+        for place, choices, error in news:
             for index, choice, fresh in choices:
-                cost += PER_TOKEN * len(fresh.token_ids)
-                if fresh.rows is not None:
-                    cost += PER_LOGPROB * choice.logprob_width * len(fresh.token_ids)
+                tokens = len(fresh.token_ids)
+                made += tokens
+                if fresh.events is not None:
+                    continue
+                cost += (PER_TOKEN + PER_LOGPROB * choice.logprob_width) * tokens
                 events = self._events.get((place, index))
                 if events is None:
                     # It may have to tell the prompt, and of what its logprobs are.
@@ -188,13 +176,31 @@ class Running:
                     cost += PER_CHOICE + (PER_LOGPROB * handle.prompt_logprob_width + PER_HELD) * len(handle.prompt_token_ids)
                 elif fresh.ended:
                     cost += PER_HELD * events.held
+            if error is not None:
+                self._error = self._error or error
+        if made:
+            now = time.monotonic()
+            if self._last is None:
+                self._metrics.first_token.observe(now - self._began)
+            else:
+                self._metrics.between_tokens.observe((now - self._last) / made)
+            self._last = now
         return cost
 
     def _make(self, news: list[News]) -> list[bytes]:
         """Pure but for what is kept of each choice: one call at a time."""
         made: list[bytes] = []
         for place, choices, _ in news:
+            tally = self._tallies.get(place)
+            if tally is None:
+                tally = self._tallies[place] = Tally()
+                self._prompt_tokens += len(self.handles[place].prompt_token_ids)
             for index, choice, fresh in choices:
+                if fresh.events is not None:
+                    # They were made where the text is.
+                    tally.tokens += len(fresh.token_ids)
+                    made += fresh.events
+                    continue
                 finish = choice.mailbox.finish if fresh.ended else None
                 delta = Delta(
                     fresh.token_ids,
@@ -205,17 +211,13 @@ class Running:
                 )
                 events = self._events.get((place, index))
                 if events is None:
-                    made += self._begin(place, index, delta)
+                    made += self._begin(place, index, delta, tally)
                 else:
                     made += events.feed(delta)
         return made
 
-    def _begin(self, place: int, index: int, delta: Delta) -> list[bytes]:
+    def _begin(self, place: int, index: int, delta: Delta, tally: Tally) -> list[bytes]:
         handle = self.handles[place]
-        tally = self._tallies.get(place)
-        if tally is None:
-            tally = self._tallies[place] = Tally()
-            self._prompt_tokens += len(handle.prompt_token_ids)
         events = events_of(self.form.spec(place, index, handle.prompt_token_ids), self.form.names, tally)
         self._events[place, index] = events
         return events.feed(delta, handle.prompt_logprobs if events.wants_prompt_rows else None)

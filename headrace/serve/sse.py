@@ -17,10 +17,7 @@ PIECE = 128 * 1024
 
 
 async def write_in_pieces(response: web.StreamResponse, data: bytes) -> None:
-    """Returns when the client's connection takes more."""
-    if len(data) <= PIECE:
-        await response.write(data)
-        return
+    """More than ``PIECE``. Returns when the client's connection takes more."""
     view = memoryview(data)
     for start in range(0, len(data), PIECE):
         await response.write(view[start : start + PIECE])
@@ -57,7 +54,10 @@ class EventStream:
         if not self.response.prepared:
             await self._open()
         self.last_write = self._loop.time()
-        await write_in_pieces(self.response, data)
+        if len(data) <= PIECE:
+            await self.response.write(data)
+        else:
+            await write_in_pieces(self.response, data)
 
     async def keep_alive(self) -> None:
         """A comment, unless the client has not read what was sent before."""

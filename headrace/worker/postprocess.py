@@ -16,15 +16,50 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.errors import ChannelClosedError, described
+from headrace.forms.elsewhere import EventMaker
 from headrace.ipc.channel import KEY_BYTES
 from headrace.ipc.messages import Buffer, TextEnd, TextFeed, TextJob, TextPieces, TextReady
 from headrace.ipc.socket_channel import inherit_pair
-from headrace.outputs import Released
+from headrace.outputs import FinishReason, Released
 from headrace.text.recipes import Recipes
 from headrace.text.stage import PlainText, StoppingText, text_stage
 from headrace.worker.guard import guard, set_process_name
 
 log = logging.getLogger("headrace.worker")
+
+
+class _Request:
+    """``held``: of its tokens those that were not let out yet; kept only where ``form`` makes events of what is."""
+
+    __slots__ = ("form", "held", "stage")
+
+    def __init__(self, stage: PlainText | StoppingText, form: EventMaker | None) -> None:
+        self.stage = stage
+        self.form = form
+        self.held: list[int] = []
+
+    def make(self, ids: list[int], end: int, answered: int, ending: tuple[str, int | None] | None) -> tuple[Released, list[bytes]]:
+        """What ``ids`` let out, of which the first ``answered`` are known, and its events."""
+        form = self.form
+        if answered:
+            known = self.stage.feed(ids[:answered])
+            if form is not None:
+                self.held += ids[:answered]
+                form.skip(self._let_out(known.num_tokens), known.text)
+            ids = ids[answered:]
+        released = _make(self.stage, ids, end)
+        if form is None:
+            return released, []
+        self.held += ids
+        reason: tuple[str | None, int | str | None] = (None, None) if ending is None else ending
+        if released.stop is not None:
+            reason = (str(FinishReason.STOP), released.stop)
+        return released, form.feed(self._let_out(released.num_tokens), released.text, *reason)
+
+    def _let_out(self, count: int) -> list[int]:
+        out = self.held[:count]
+        del self.held[:count]
+        return out
 
 
 class TextMaker:
@@ -33,47 +68,49 @@ class TextMaker:
     def __init__(self, new_stage: Callable[[TextJob], PlainText | StoppingText]) -> None:
         self._new_stage = new_stage
         # Exactly the requests that were begun here, and have not ended, stopped or failed.
-        self._stages: dict[int, PlainText | StoppingText] = {}
+        self._live: dict[int, _Request] = {}
 
     def __len__(self) -> int:
         """Live requests."""
-        return len(self._stages)
+        return len(self._live)
 
     def answer(self, feed: TextFeed) -> TextPieces:
-        """Raises ValueError or IndexError for a feed that contradicts itself."""
+        """Raises ValueError or IndexError for a feed that contradicts itself, and MsgspecError for one whose forms are none."""
         for job in feed.jobs:
-            self._stages[job.request_id] = self._new_stage(job)
+            form = EventMaker.from_bytes(job.form) if job.form else None
+            self._live[job.request_id] = _Request(self._new_stage(job), form)
         tokens = feed.token_ids.as_int32().tolist()
         counts: list[int] = []
         texts: list[str] = []
         stops: dict[int, str] = {}
         errors: dict[int, str] = {}
+        events: dict[int, list[bytes]] = {}
         start = 0
         for request_id, count, end in zip(feed.request_ids.as_int64().tolist(), feed.counts.as_int32().tolist(), feed.ends, strict=True):
             ids, start = tokens[start : start + count], start + count
             released = Released(0, "")
+            made: list[bytes] = []
             # A request that has stopped or failed here is fed on until the user process knows.
-            stage = self._stages.get(request_id)
-            if stage is not None:
+            request = self._live.get(request_id)
+            if request is not None:
                 try:
-                    released = _make(stage, ids, end, feed.answered.get(request_id, 0))
+                    released, made = request.make(ids, end, feed.answered.get(request_id, 0), feed.endings.get(request_id))
                 except Exception as error:
                     # One feed carries many requests: the fault of one stage ends its request only.
                     log.exception("making text failed")
                     errors[len(counts)] = described(error)
+            if made:
+                events[len(counts)] = made
             if released.stop is not None:
                 stops[len(counts)] = released.stop
             if end != TextEnd.MORE or released.stop is not None or len(counts) in errors:
-                self._stages.pop(request_id, None)
+                self._live.pop(request_id, None)
             counts.append(released.num_tokens)
-            texts.append(released.text)
-        return TextPieces(feed.number, Buffer.int32(counts), Buffer.int32(map(len, texts)), "".join(texts), stops, errors)
+            texts.append(released.text if request is None or request.form is None else "")
+        return TextPieces(feed.number, Buffer.int32(counts), Buffer.int32(map(len, texts)), "".join(texts), stops, errors, events)
 
 
-def _make(stage: PlainText | StoppingText, ids: list[int], end: int, answered: int) -> Released:
-    if answered:
-        stage.feed(ids[:answered])
-        ids = ids[answered:]
+def _make(stage: PlainText | StoppingText, ids: list[int], end: int) -> Released:
     count, text, stop = stage.feed(ids)
     if end in (TextEnd.MORE, TextEnd.FORGET) or stop is not None:
         return Released(count, text, stop)

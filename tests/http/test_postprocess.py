@@ -17,7 +17,7 @@ from tests.integration.worlds import Deaths
 
 pytestmark = pytest.mark.kill
 
-BODY = chat(max_tokens=300, temperature=0, stream=True)
+BODY = chat(max_tokens=300, temperature=0, stream=True, return_token_ids=True, stream_options={"include_usage": True})
 
 
 @pytest.fixture
@@ -38,17 +38,25 @@ def kill(site: Site, index: int) -> None:
 
 
 def test_streams_go_on_when_workers_die(texting: Site):
-    """A28, A47: four clients, every worker killed while they read."""
-    expected = texting.post(CHAT, {**BODY, "stream": False}).json["choices"][0]["message"]["content"]
+    """A28, A47: four clients, every worker killed while they read. Workers make what they get: no event is lost or doubled."""
+    whole = texting.post(CHAT, {**BODY, "stream": False, "stream_options": None}).json
+    (expected,) = whole["choices"]
     connections = [texting.connect(CHAT, BODY, {"Connection": "close"}) for _ in range(4)]
     # Only once every one of them has begun.
     heads = [read_until(connection, lambda data: data.count(b"data: ") >= 3) for connection in connections]
+    assert texting.in_loop(lambda: [running._events for running in texting.service.live._running]) == [{}] * 4, "nothing is made here"
     kill(texting, 0)
     kill(texting, 1)
     for head, connection in zip(heads, connections, strict=True):
         with connection:
             data = head + read_until(connection, lambda data: data.endswith(b"0\r\n\r\n"))
-        assert text_of(parse_events(body_of(data))) == expected
+        events = parse_events(body_of(data))
+        assert text_of(events) == expected["message"]["content"]
+        assert [event.data is None for event in events].count(True) == 1 and events[-2].data["usage"] == whole["usage"]
+        choices = [choice for event in events if event.data for choice in event.data["choices"]]
+        assert [token for choice in choices for token in choice.get("token_ids", [])] == expected["token_ids"]
+        assert [bool(choice["delta"].get("role")) for choice in choices] == [True] + [False] * (len(choices) - 1)
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
     assert texting.metric("headrace_requests_postprocess_restarts_total") >= 2
     assert texting.metric("headrace_requests_postprocess_here") == 0
 

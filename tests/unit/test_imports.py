@@ -41,7 +41,7 @@ LAYERS = {
     "headrace.engine.guided": LEAVES | {"headrace.engine", "headrace.text"},
     "headrace.engine.model_engine": LEAVES | {"headrace.engine", "headrace.checkpoint", "headrace.text", "headrace.tracing"},
     "headrace.worker": LEAVES | {"headrace.ipc", "headrace.engine", "headrace.checkpoint", "headrace.tracing"},
-    "headrace.worker.postprocess": LEAVES | {"headrace.worker", "headrace.ipc", "headrace.text"},
+    "headrace.worker.postprocess": LEAVES | {"headrace.worker", "headrace.ipc", "headrace.text", "headrace.forms"},
     "headrace.executor": LEAVES | {"headrace.ipc", "headrace.tracing"},
     "headrace.requests": LEAVES | {"headrace.executor", "headrace.text", "headrace.tracing"},
     "headrace.operations": {"headrace.executor"},

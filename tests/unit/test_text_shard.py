@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,8 @@ from headrace import LLM
 from headrace.errors import ModelError, RequestError
 from headrace.executor.mailbox import Ending, Mailbox, Readers
 from headrace.executor.texts.shard import MAX_DEATHS, MAX_FEED_TOKENS, SUSPECT_DEATHS, WINDOW, Made, Shard, Text
+from headrace.forms.elsewhere import EventMaker
+from headrace.forms.spec import ChatSpec, CompletionSpec, Heading
 from headrace.ipc.messages import Buffer, TextEnd, TextFeed, TextJob, TextPieces
 from headrace.outputs import FinishReason
 from headrace.text.detokenizer import ByteLevelDetokenizer
@@ -73,7 +77,8 @@ class Rig:
         self.texts: list[Text[Mailbox]] = []
         for job in jobs:
             box = mailbox()
-            box.make_elsewhere(text := Text(self.shard, job, box, stage_of(job)))
+            form = EventMaker.from_bytes(job.form) if job.form else None
+            box.make_elsewhere(text := Text(self.shard, job, box, stage_of(job), form), form is not None)
             self.texts.append(text)
         self.worker = Mortal(stage_of)
         self.under_way: deque[TextFeed] = deque()
@@ -107,8 +112,8 @@ class Rig:
             self.deliver([Made(text, 0, "", None, "convicted")])
 
     def deliver(self, made: list[Made]) -> None:
-        for text, count, piece, stop, error, last in made:
-            text.reader.made(count, piece, stop, error, text.ending if last else None)
+        for text, count, piece, stop, error, last, events in made:
+            text.reader.made(count, piece, stop, error, text.ending if last else None, events)
 
     def settle(self) -> None:
         for _ in range(1000):
@@ -123,6 +128,34 @@ def seen(box: Mailbox) -> tuple[object, ...]:
     return box.unread_tokens, "".join(box.unread_text), box.finish, box.stop_reason, None if box.error is None else str(box.error)
 
 
+def joined(events: list[bytes]) -> tuple[object, ...]:
+    """What a client makes of them: texts, ids, calls, and how often it was told of the role and the end, and how that was."""
+    text, ids, calls, roles, ends = "", [], [], 0, []
+    for event in events:
+        (choice,) = json.loads(event.removeprefix(b"data: "))["choices"]
+        delta = choice.get("delta", choice)
+        text += delta.get("content", delta.get("text")) or ""
+        ids += choice.get("token_ids", [])
+        calls += delta.get("tool_calls", [])
+        roles += "role" in delta
+        if choice["finish_reason"] is not None:
+            ends.append((choice["finish_reason"], choice["stop_reason"]))
+    return text, ids, calls, roles, ends
+
+
+def expected(job: TextJob, box: Mailbox) -> tuple[object, ...]:
+    """The same of events that were made of all at once, in the place of a worker's."""
+    finish = None if box.finish is None else str(box.finish)
+    return joined(EventMaker.from_bytes(job.form).feed(box.unread_tokens, "".join(box.unread_text), finish, box.stop_reason))
+
+
+HEADING = Heading("chatcmpl-1", 1, "river", "print")
+FORMS = [
+    ChatSpec(heading=HEADING, index=0, with_ids=True),
+    ChatSpec(heading=HEADING, index=1, mode="named", name="clock", known=("clock",), call_prefix="0" * 16),
+    CompletionSpec(heading=HEADING, index=0, echo="日本", with_usage=True),
+]
+
 jobs = st.builds(
     TextJob,
     request_id=st.just(0),
@@ -130,6 +163,7 @@ jobs = st.builds(
     stops=st.sampled_from([(), ("STOP",), ("P", "STOPS"), ("本",)]),
     include_stop=st.booleans(),
     min_tokens=st.integers(0, 3),
+    form=st.sampled_from([b"", *map(msgspec.msgpack.encode, FORMS)]),
 )
 chunks = st.lists(st.integers(0, len(TOKENS)), max_size=4)
 endings = st.builds(Ending, st.sampled_from(list(FinishReason)), st.just(7), st.just("engine says no"))
@@ -168,7 +202,11 @@ def test_deaths_at_any_moment_change_nothing(stories, script):
     else:
         rig.settle()
         assert len(rig.worker) == 0, "the worker keeps nothing of what is over"
-    assert [seen(box) for box in rig.boxes] == [seen(box) for box in undisturbed]
+    for (job, _, _), box, calm in zip(stories, rig.boxes, undisturbed, strict=True):
+        if job.form:
+            assert joined(box.unread_events) == expected(job, calm), "events have no gap and no repeat"
+            calm.unread_text = []
+        assert seen(box) == seen(calm)
     assert not rig.shard.ending and all(text.closed for text in rig.texts)
 
 

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from headrace.errors import ChannelClosedError, RequestError
 from headrace.executor.mailbox import Mailbox
-from headrace.executor.request import CheckedRequest
+from headrace.executor.request import CheckedRequest, EventForm
 from headrace.executor.sources import Sources
 from headrace.executor.texts.shard import Made, Shard, Text
 from headrace.ipc.channel import new_key
@@ -342,8 +342,8 @@ class TextPool:
     def __repr__(self) -> str:
         return f"<TextPool {self._slots}>"
 
-    def open(self, request_id: int, checked: CheckedRequest, mailbox: Mailbox) -> MailboxText:
-        """The text of a new request, which has a stage. Any thread."""
+    def open(self, request_id: int, checked: CheckedRequest, mailbox: Mailbox, form: EventForm | None) -> MailboxText:
+        """The text of a new request, which has a stage, or events of ``form``. Any thread."""
         params = checked.params
         assert checked.stage is not None
         job = TextJob(
@@ -352,8 +352,9 @@ class TextPool:
             tuple(params.stop),
             params.include_stop_str_in_output,
             params.min_tokens or 0,
+            b"" if form is None else form.spec,
         )
-        return Text(self._slots[request_id % len(self._slots)].shard, job, mailbox, checked.stage)
+        return Text(self._slots[request_id % len(self._slots)].shard, job, mailbox, checked.stage, form)
 
     def counters(self) -> dict[str, int]:
         """``postprocess_restarts``: workers that took the place of another. ``postprocess_here``: those that have none."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from headrace.executor.mailbox import Ending
-from headrace.executor.request import TextStage
+from headrace.executor.request import EventForm, TextStage
 from headrace.ipc.messages import Buffer, TextEnd, TextFeed, TextJob, TextPieces
 from headrace.outputs import FinishReason
 
@@ -45,7 +45,9 @@ R = TypeVar("R")
 
 
 class Text(Generic[R]):
-    """The text of one live request. ``reader``: whom it is for. ``stage``: makes it here, if no worker can."""
+    """The text of one live request. ``reader``: whom it is for. ``stage``: makes it here, if no worker can; and ``form`` its events, where
+    those are wanted.
+    """
 
     __slots__ = (
         "answered",
@@ -53,9 +55,11 @@ class Text(Generic[R]):
         "closed",
         "deaths",
         "ending",
+        "form",
         "here",
         "job",
         "known",
+        "let_out",
         "queued",
         "reader",
         "sent",
@@ -64,16 +68,19 @@ class Text(Generic[R]):
         "tokens",
     )
 
-    def __init__(self, shard: Shard[R], job: TextJob, reader: R, stage: TextStage) -> None:
+    def __init__(self, shard: Shard[R], job: TextJob, reader: R, stage: TextStage, form: EventForm | None = None) -> None:
         self.shard = shard
         self.job = job
         self.reader = reader
         self.stage = stage
+        self.form = form
         self.tokens = array("i")
         # How many of them the worker that there is was sent, and any worker has answered; and how many `stage` was fed.
         self.sent = 0
         self.answered = 0
         self.here = 0
+        # How many of those answered were let out; the others are held back, for their text may become part of a stop string.
+        self.let_out = 0
         self.ending: Ending | None = None
         # Nothing more is wanted: it has ended, stopped or failed. Never changed back.
         self.closed = False
@@ -120,6 +127,7 @@ class Made(NamedTuple):
     stop: str | None = None
     error: str | None = None
     last: bool = False
+    events: Sequence[bytes] = ()
 
 
 class Shard(Generic[R]):
@@ -182,6 +190,7 @@ class Shard(Generic[R]):
         jobs: list[TextJob] = []
         ids, counts, tokens, ends = array("q"), array("i"), array("i"), bytearray()
         answered: dict[int, int] = {}
+        endings: dict[int, tuple[str, int | None]] = {}
         entries: list[tuple[Text[Any], int, bool]] = []
         again: Text[R] | None = None
         room = MAX_FEED_TOKENS
@@ -225,13 +234,15 @@ class Shard(Generic[R]):
             if end is not TextEnd.MORE:
                 text.known = False
                 self._known.discard(text)
+                if text.form is not None and text.ending is not None and end is not TextEnd.FORGET:
+                    endings[text.job.request_id] = text.ending.told
         if again is not None:
             self.queue(again)
         if not entries:
             return None
         self._number += 1
         self._unanswered.append((self._number, entries))
-        return TextFeed(self._number, tuple(jobs), Buffer(ids), Buffer(counts), Buffer(tokens), bytes(ends), answered)
+        return TextFeed(self._number, tuple(jobs), Buffer(ids), Buffer(counts), Buffer(tokens), bytes(ends), answered, endings)
 
     def answer(self, pieces: TextPieces) -> list[Made]:
         """What the oldest feed under way has brought. Raises ValueError or TypeError for an answer that makes no sense, and then nothing
@@ -249,7 +260,7 @@ class Shard(Generic[R]):
         self._unanswered.popleft()
         self._alone = False
         made: list[Made] = []
-        stops, errors = pieces.stops, pieces.errors
+        stops, errors, events = pieces.stops, pieces.errors, pieces.events
         place = 0
         for index, ((text, upto, last), count, length) in enumerate(zip(entries, counts, lengths, strict=True)):
             piece = whole[place : place + length]
@@ -257,13 +268,14 @@ class Shard(Generic[R]):
             if text.closed:
                 continue
             text.answered = upto
+            text.let_out += count
             if text.deaths and upto >= text.blamed:
                 text.deaths = 0
             if not last and index not in stops and index not in errors:
-                if count or length:
-                    made.append(Made(text, count, piece))
+                if count or length or index in events:
+                    made.append(Made(text, count, piece, events=events.get(index, ())))
                 continue
-            made.append(Made(text, count, piece, stops.get(index), errors.get(index), last))
+            made.append(Made(text, count, piece, stops.get(index), errors.get(index), last, events.get(index, ())))
             self._over(text)
         return made
 
@@ -309,12 +321,15 @@ class Shard(Generic[R]):
 
 
 def _made_here(text: Text[R]) -> Made:
-    stage, ending = text.stage, text.ending
+    stage, ending, form = text.stage, text.ending, text.form
     count, piece, stop = 0, "", None
+    events: Sequence[bytes] = ()
     try:
         if text.here < text.answered:
             # What a worker has made of it is known.
-            stage.feed(text.tokens[text.here : text.answered].tolist())
+            known = stage.feed(text.tokens[text.here : text.answered].tolist())
+            if form is not None:
+                form.skip(text.tokens[text.let_out - known.num_tokens : text.let_out].tolist(), known.text)
         count, piece, stop = stage.feed(text.tokens[text.answered :].tolist())
         text.here = text.answered = len(text.tokens)
         if stop is None and ending is not None and ending.finish is not FinishReason.ERROR:
@@ -322,7 +337,15 @@ def _made_here(text: Text[R]) -> Made:
             count, piece = count + more, piece + rest
             if ending.finish in (FinishReason.ABORT, FinishReason.TIMEOUT):
                 stop = None
+        if form is not None:
+            reason: tuple[str | None, int | str | None] = (None, None)
+            if stop is not None:
+                reason = (str(FinishReason.STOP), stop)
+            elif ending is not None and ending.finish is not FinishReason.ERROR:
+                reason = ending.told
+            events, piece = form.feed(text.tokens[text.let_out : text.let_out + count].tolist(), piece, *reason), ""
+        text.let_out += count
     except Exception as error:
         # Whatever the tokenizer raises ends this request only.
         return Made(text, count, piece, None, f"{type(error).__name__}: {error}")
-    return Made(text, count, piece, stop, None, ending is not None)
+    return Made(text, count, piece, stop, None, ending is not None, events)
