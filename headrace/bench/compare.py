@@ -98,7 +98,8 @@ class Ratio(NamedTuple):
     @property
     def differs(self) -> bool:
         """Whether the interval leaves out 1."""
-        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+        # A ratio of two zeros, which is no number, tells nothing.
+        return self.low is not None and self.high is not None and (self.low > 1.0 or self.high < 1.0)
 
 
 class Comparison(NamedTuple):

@@ -265,13 +265,21 @@ def _comparison(a: Named, b: Named) -> str:
 
 
 def _rows(named: Named, several: bool) -> str:
-    """What ``boundary`` has measured, one thing a row."""
-    rows = [[text(cell) for cell in cells(row)] for row in named.report.rows]
+    """What ``boundary`` has measured, one thing a row: what has a budget first."""
+    rows = named.report.rows
     if not rows:
         return ""
-    heading = f"Boundary: {named.name}" if several else "Boundary"
+    suffix = f": {named.name}" if several else ""
+    parts = []
+    for heading, columns, some in (
+        ("Budgets", ("what", "budget", "measured", "verdict"), [row for row in rows if row.budget is not None]),
+        ("Boundary", ("what", "measured", "common design", "ratio"), rows),
+    ):
+        places = [COLUMNS.index(column) for column in columns]
+        shown = [[text(cells(row)[at]) for at in places] for row in some]
+        parts.append(f"<h2>{text(heading + suffix)}</h2>{table([column.capitalize() for column in columns], shown, words=len(columns))}")
     note = "<p>Medians, with the smallest and the largest value of all repeats; ratios are those of a repeat.</p>"
-    return f"<section><h2>{text(heading)}</h2>{table([name.capitalize() for name in COLUMNS], rows, words=len(COLUMNS))}{note}</section>"
+    return f"<section>{''.join(parts)}{note}</section>"
 
 
 def _origin(named: Named, several: bool) -> str:

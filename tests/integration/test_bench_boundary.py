@@ -97,7 +97,7 @@ def test_what_needs_the_engine_three_times_is_measured(told):
         capacity.measure(three.headrace, three.baseline, TINY, False, told.append)
     alone = {row.name for row in told if not row.baseline}
     assert all(len(row.values) == 2 and len(row.baseline) in (0, 2) for row in told)
-    assert len({row.name for row in told}) == len(told) == 2 + 2 + 1 + 2 * (2 * 2 + 4)
+    assert len({row.name for row in told}) == len(told) == 2 + 2 + 2 + 2 * (2 * 2 + 4)
     assert len(alone) == 8 and all(name.startswith("CPU of ") for name in alone)
 
 
@@ -156,7 +156,7 @@ def test_texts_from_postprocess_workers_are_measured():
 def test_steps_with_text_are_compared(told, monkeypatch):
     """With the model's tokenizer; a real decode step takes too long here."""
     monkeypatch.setattr(decode, "LLM", partial(LLM, runner="echo"))
-    decode.measure(msgspec.structs.replace(TINY, model="smollm2-135m", decode_tokens=4), True, told.append)
+    decode.measure(msgspec.structs.replace(TINY, repeats=1, model="smollm2-135m", decode_tokens=4), True, told.append)
     share, cpu, behind, alone = (row.values for row in told)
     # Of an engine that costs nothing nearly all is the boundary.
     assert min(cpu) > 0

@@ -127,7 +127,7 @@ def test_one_value_has_no_spread():
 
 def test_the_cpu_clock_of_a_process_is_its_own():
     """Read as if it were another process, ours never runs back and counts what this thread has done."""
-    here, before = time.thread_time(), clocks.cpu_seconds(os.getpid())
+    before, here = clocks.cpu_seconds(os.getpid()), time.thread_time()
     while time.thread_time() - here < 0.005:
         sum(range(1000))
     assert clocks.cpu_seconds(os.getpid()) - before >= 0.005
@@ -271,6 +271,13 @@ def test_boundaries_are_compared_by_their_repeats():
     (ratio,) = compare(*two_reports()).ratios
     assert (ratio.load, ratio.figure, ratio.a, ratio.b, ratio.ratio, ratio.drawn) == ("a <thing>", "ms", 2.0, 1.0, 0.5, "repeats")
     assert ratio.differs
+
+
+def test_nothing_against_nothing_is_no_difference():
+    """What ``import headrace`` brings of heavy packages is none on both sides."""
+    a, b = (msgspec.structs.replace(report, rows=[Row("heavy", "", (0.0, 0.0))]) for report in two_reports())
+    (ratio,) = compare(a, b).ratios
+    assert ratio.figure == "count" and not ratio.differs
 
 
 def test_boundaries_that_measured_other_things_are_not_compared():

@@ -52,8 +52,8 @@ def measure_import(repeats: int, tell: Callable[[Row], None]) -> None:
         heavy.append(float(len(set(pulled) & set(HEAVY))))
     others = [name for name in pulled if name != "headrace" and name not in sys.stdlib_module_names]
     tell(Row("import headrace", "ms", tuple(seconds), budget=IMPORT))
-    note = f"outside the standard library it brings {', '.join(others) or 'nothing'}"
-    tell(Row(f"of {' and '.join(HEAVY)}, import headrace brings", "", tuple(heavy), budget=HEAVY_IMPORTS, note=note))
+    note = f"other packages: {', '.join(others)}" if others else ""
+    tell(Row(f"import headrace: of {' and '.join(HEAVY)} it brings", "", tuple(heavy), budget=HEAVY_IMPORTS, note=note))
 
 
 def measure_world(settings: Settings, tell: Callable[[Row], None]) -> None:
