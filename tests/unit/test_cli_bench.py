@@ -136,3 +136,43 @@ def test_failed_requests_are_the_exit_code_and_the_report_has_all_settings(tmp_p
     assert (report.kind, report.engine, report.runs) == ("throughput", {"model": "echo"}, runs)
     assert report.settings["seed"] == 5
     assert not report.settings.keys() & {"run", "parser", "debug"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "random prompts need --tokenizer"),
+        (["--header", "x"], "'x' is not NAME=VALUE"),
+        (["--extra-body", "[]"], "'[]' is not a JSON object"),
+        (["--extra-body", "{"], "'{' is not a JSON object"),
+        (["--endpoint", "/v1/chat"], "invalid choice: '/v1/chat'"),
+        (["--request-timeout", "0"], "0 is not a number above 0"),
+        (["--ready-timeout", "-1"], "-1 is not a number above 0"),
+    ],
+)
+def test_what_no_server_is_asked_for(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "serve", *arguments])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_url_that_is_none_is_refused_before_anything_is_sent(tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"task_id": 0, "prompt": "a", "output_tokens": 1}))
+    assert main(["bench", "serve", "--dataset", str(data), "--base-url", "http://host/v1"]) == 1
+    assert "'http://host/v1' ends in /v1" in capsys.readouterr().err
+
+
+def test_secrets_are_in_no_report(tmp_path, capsys, monkeypatch):
+    """Wherever they stand: alone, in a pair, within a word."""
+    path = tmp_path / "report.json"
+    arguments = parsed("--report", str(path), kind="latency")
+    arguments.header, arguments.base_url = [("X-Key", "hidden")], "http://me:word@host"
+    monkeypatch.setattr("sys.argv", ["headrace", "--header", "X-Key=hidden", "--base-url", "http://me:word@host"])
+    run = Run(label="a", duration=1.0, completed=1)
+    assert options.finish(arguments, "latency", options.now(), {}, [run], ["hidden", "word", ""]) == 0
+    made = read_report(path)
+    assert made.settings["header"] == [["X-Key", "***"]] and made.settings["base_url"] == "http://me:***@host"
+    assert made.command == ["headrace", "--header", "X-Key=***", "--base-url", "http://me:***@host"]
+    assert "hidden" not in path.read_text() and "word" not in path.read_text()
