@@ -103,6 +103,9 @@ class Ledger(Generic[H]):
     def __init__(self) -> None:
         # Holds exactly the requests that were admitted and have not ended.
         self._live: dict[int, _Entry[H]] = {}
+        # Handles of those that are SENT and that no death counts against: a delta of one of them that does not end it is to be delivered
+        # there, and that is all there is to it, so that nobody needs to ask.
+        self.going_on: dict[int, H] = {}
         # Ids are handed out in rising order, so an absent id up to this one is late, one above it was never ours.
         self._highest_id = -1
         # The suspect that the world has, if it has one.
@@ -139,14 +142,11 @@ class Ledger(Generic[H]):
             last = request_id
         for request_id, handle in requests:
             self._live[request_id] = _Entry(handle, Phase.HELD if held else Phase.SENT)
+        if not held:
+            self.going_on.update(requests)
         self._held += len(requests) * held
         self._highest_id = last
         self.admitted += len(requests)
-
-    def going_on(self, request_id: int) -> H | None:
-        """Where a delta without an ending is to be delivered, if that is all there is to it; None: ``delta`` knows."""
-        entry = self._live.get(request_id)
-        return None if entry is None or entry.deaths or entry.phase is not Phase.SENT else entry.handle
 
     def delta(self, request_id: int, finish: FinishReason | None) -> tuple[H, FinishReason | None] | None:
         """A delta arrived: the handle to deliver it to and with which ending, or None when it is to be dropped."""
@@ -160,6 +160,8 @@ class Ledger(Generic[H]):
         stopping = entry.phase is Phase.STOPPING
         if entry.deaths:
             entry.deaths = 0
+            if entry.phase is Phase.SENT:
+                self.going_on[request_id] = entry.handle
             if self._suspect == request_id:
                 self._suspect = None
         if finish is not None:
@@ -178,6 +180,7 @@ class Ledger(Generic[H]):
             self._end(request_id, Outcome.ABORTED)
             return Cancelled.ENDED, entry.handle
         entry.phase = Phase.CANCELLING
+        self.going_on.pop(request_id, None)
         return Cancelled.SEND, None
 
     def stop_found(self, request_id: int) -> bool:
@@ -204,6 +207,7 @@ class Ledger(Generic[H]):
             return False
         send = entry.phase is Phase.SENT
         entry.phase, entry.outcome = Phase.STOPPING, outcome
+        self.going_on.pop(request_id, None)
         return send
 
     def send_failed(self, request_id: int) -> H | None:
@@ -223,6 +227,8 @@ class Ledger(Generic[H]):
         """
         aborted: list[H] = []
         convicted: list[H] = []
+        # If it does not count against them, they go on when they are sent again, and not before.
+        self.going_on.clear()
         for request_id, entry in list(self._live.items()):
             if entry.phase is Phase.CANCELLING:
                 aborted.append(entry.handle)
@@ -252,6 +258,8 @@ class Ledger(Generic[H]):
                     continue
                 self._suspect = request_id
             entry.phase = Phase.SENT
+            if not entry.deaths:
+                self.going_on[request_id] = entry.handle
             self._held -= 1
             self.replayed += entry.deaths > 0
             yield request_id, entry.handle
@@ -310,6 +318,7 @@ class Ledger(Generic[H]):
     def _end(self, request_id: int, outcome: Outcome) -> None:
         """The one place where a request leaves."""
         entry = self._live.pop(request_id)
+        self.going_on.pop(request_id, None)
         self._held -= entry.phase is Phase.HELD
         if self._suspect == request_id:
             self._suspect = None

@@ -60,27 +60,28 @@ class Pairing:
             return
         stopped: list[int] = []
         ledger = self.ledger
-        start = 0
+        going_on = ledger.going_on.get
         with self.lock:
-            for request_id, count, code in zip(ids, counts, finish, strict=True):
-                end = start + count
-                # What most tokens are, and so what the user process spends its time with: one more for a request that goes on, whose reader
-                # makes the text. It is spelled out, for each call less is a twentieth of the whole.
-                live = None if code else ledger.going_on(request_id)
-                if live is not None and (mailbox := live.mailbox).plain:
-                    if live.waiting:
-                        self._admitted(live)
-                    if live.history is not None:
-                        live.history.extend(tokens[start:end])
-                    if count == 1:
-                        mailbox.unread_tokens.append(tokens[start])
+            if counts.count(1) == len(ids):
+                for request_id, token, code in zip(ids, tokens, finish, strict=True):
+                    # What most tokens are, and so what the user process spends its time with: one more for a request that goes on, whose
+                    # reader makes the text. It is spelled out, for each call less is a fifth of the whole.
+                    live = None if code else going_on(request_id)
+                    if live is not None and (mailbox := live.mailbox).plain:
+                        mailbox.unread_tokens.append(token)
+                        if live.waiting:
+                            self._admitted(live)
+                        if live.history is not None:
+                            live.history.append(token)
+                        if (readers := mailbox.readers).wait_any or readers.bell is not None:
+                            mailbox.take_waiters(waiters)
                     else:
-                        mailbox.unread_tokens += tokens[start:end]
-                    if (readers := mailbox.readers).wait_any or readers.bell is not None:
-                        mailbox.take_waiters(waiters)
-                else:
+                        self._deliver_one(request_id, [token], FINISH_OF_CODE[code], deltas, waiters, stopped)
+            else:
+                end = 0
+                for request_id, count, code in zip(ids, counts, finish, strict=True):
+                    start, end = end, end + count
                     self._deliver_one(request_id, tokens[start:end], FINISH_OF_CODE[code], deltas, waiters, stopped)
-                start = end
             if stopped and self.outbox is not None:
                 self.outbox.put(*stopped)
             # Not on the last words of a world that has died: what is held is for the next one.
