@@ -23,11 +23,12 @@ from headrace.tracing.spans import About
 
 LOAD_STEPS = 10
 
-#: tokens of one request that are made at one go: the engine measures the boundary, so it is to cost as little as it can
-BLOCK = 256
+#: tokens of one request that are made at one go, at first and then: the engine measures the boundary, so it is to cost as little as it can,
+#: and the first token is to come as soon as it can
+FIRST_BLOCK, BLOCK = 8, 256
 
 
-def echo_token(prompt: Sequence[int], index: int, vocab_size: int, seed: int = 0) -> int:
+def echo_token(prompt: Sequence[int] | npt.NDArray[np.int64], index: int, vocab_size: int, seed: int = 0) -> int:
     """Token ``index`` of the answer to ``prompt``: the prompt over and over, one higher each time round; never 0, the end of sequence.
 
     ``seed``: of a request that samples, 0 of a greedy one; all its tokens are so much higher.
@@ -38,6 +39,8 @@ def echo_token(prompt: Sequence[int], index: int, vocab_size: int, seed: int = 0
 
 def echo_tokens(prompt: npt.NDArray[np.int64], start: int, stop: int, vocab_size: int, seed: int = 0) -> list[int]:
     """``echo_token`` for ``index`` from ``start`` to ``stop``."""
+    if stop - start <= FIRST_BLOCK:
+        return [echo_token(prompt, index, vocab_size, seed) for index in range(start, stop)]
     rounds, places = np.divmod(np.arange(start, stop), len(prompt))
     # The seed alone may be as large as an int64.
     tokens: list[int] = (1 + (prompt[places] + rounds + seed % (vocab_size - 1)) % (vocab_size - 1)).tolist()
@@ -280,9 +283,10 @@ class EchoEngine:
 
     def _blocks(self, running: _Running) -> Iterator[list[int]]:
         """All of its tokens from the next on, one of which every step takes; each block is made in the step that takes its first one."""
+        size = FIRST_BLOCK
         while True:
             first = running.produced
-            running.produced = min(first + BLOCK, running.total)
+            running.produced, size = min(first + size, running.total), BLOCK
             tokens = echo_tokens(running.prompt, first, running.produced, self._echo.vocab_size, running.seed)
             last = len(tokens) - 1 if running.produced == running.total else None
             if running.enders:

@@ -14,6 +14,7 @@ from collections import deque
 from headrace.config import EngineConfig, EngineFacts
 from headrace.errors import ClosedError, EngineDeadError, StartupError
 from headrace.executor.admission import QueueLimits
+from headrace.executor.deltas import Run
 from headrace.executor.doorbell import Doorbell
 from headrace.executor.hub import LaneHub, Loss
 from headrace.executor.lifecycle import (
@@ -283,28 +284,36 @@ class Dispatcher:
     def _read_results(self) -> None:
         self._read_frames(FRAMES_PER_TURN if self._texts is None else FRAMES_PER_FEED)
 
-    def _read_frames(self, most: int) -> None:
-        """Take what is there, and wake those who wait for it, once."""
-        waiters: list[Waiter] = []
+    def _read_frames(self, most: int, timeout: float = 0.0) -> bool:
+        """Take up to so many frames, waiting ``timeout`` seconds for each; wake those who wait for them, once. Whether there was one."""
+        run, waiters = Run(), list[Waiter]()
         try:
-            for _ in range(most):
-                if not self._read_result(0.0, waiters):
-                    return
+            for number in range(most):
+                assert self.world.results is not None
+                message = self.world.results.recv(timeout)
+                if message is None:
+                    return number > 0
+                if self._recorder is not None and isinstance(message, Deltas | ShutdownDone):
+                    self._recorder.received(message)
+                if isinstance(message, Deltas) and run.add(message):
+                    continue
+                if run:
+                    self._deliver(run.take(), waiters)
+                if isinstance(message, Deltas):
+                    run.add(message)
+                else:
+                    self._take_result(message)
+            return True
         finally:
-            # Whatever became of the frames behind it: what has been delivered is there to be read.
-            self.pairing.wake(waiters)
+            # Whatever became of the frames behind them: what has come is delivered, and what was delivered is there to be read.
+            try:
+                if run:
+                    self._deliver(run.take(), waiters)
+            finally:
+                self.pairing.wake(waiters)
 
-    def _read_result(self, timeout: float, waiters: list[Waiter]) -> bool:
-        """Take one frame, and add those who are to be woken for it; whether there was one."""
-        assert self.world.results is not None
-        message = self.world.results.recv(timeout)
-        if message is None:
-            return False
-        if self._recorder is not None and isinstance(message, Deltas | ShutdownDone):
-            self._recorder.received(message)
-        if isinstance(message, Deltas):
-            self._deliver(message, waiters)
-        elif isinstance(message, Connected):
+    def _take_result(self, message: AnyMessage) -> None:
+        if isinstance(message, Connected):
             self._greeted("result")
         elif isinstance(message, PauseState):
             with self.lock:
@@ -319,7 +328,6 @@ class Dispatcher:
         else:
             self._handle(Done())
             self.world.left()
-        return True
 
     def _read_last_words(self) -> None:
         """What rank 0 sent before it died comes before its death, also when that is more than a turn reads, or is still on its way through
@@ -328,12 +336,8 @@ class Dispatcher:
         for _ in range(MAX_LAST_WORDS):
             if self.world.results is None or self.lifecycle.state not in (*SERVING, WorldState.DRAINING):
                 return
-            waiters: list[Waiter] = []
-            try:
-                if not self._read_result(LAST_WORDS_PATIENCE, waiters):
-                    return
-            finally:
-                self.pairing.wake(waiters)
+            if not self._read_frames(1, LAST_WORDS_PATIENCE):
+                return
 
     def _read_greetings(self) -> None:
         assert self.world.requests is not None

@@ -59,6 +59,7 @@ class ZmqPoller(Poller):
     def __init__(self) -> None:
         self._sources: dict[zmq.Socket[bytes] | int, End | int] = {}
         self._items: list[tuple[zmq.Socket[bytes] | int, int]] = []
+        self._ends: list[BaseEnd[Any]] = []
 
     def register(self, source: End | int) -> None:
         self._sources[_pollable(source)] = source
@@ -69,9 +70,8 @@ class ZmqPoller(Poller):
         self._changed()
 
     def wait(self, timeout: float | None) -> list[End | int]:
-        for source in self._sources.values():
-            if isinstance(source, BaseEnd):
-                source.check_open()  # zmq_poll would take a closed socket for descriptor 0
+        for end in self._ends:
+            end.check_open()  # zmq_poll would take a closed socket for descriptor 0
         if not self._items:
             select.poll().poll(milliseconds(timeout))  # zmq_poll returns at once when it has nothing to wait for
             return []
@@ -79,6 +79,7 @@ class ZmqPoller(Poller):
 
     def _changed(self) -> None:
         self._items = [(source, zmq.POLLIN) for source in self._sources]
+        self._ends = [source for source in self._sources.values() if isinstance(source, BaseEnd)]
 
 
 class ZmqTransport(Transport):

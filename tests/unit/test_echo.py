@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.config import EchoConfig, EngineConfig
 from headrace.engine.base import EngineRequest
-from headrace.engine.echo import BLOCK, LOAD_STEPS, EchoEngine, EchoRunner, echo_logprob, echo_token, echo_tokens
+from headrace.engine.echo import BLOCK, FIRST_BLOCK, LOAD_STEPS, EchoEngine, EchoRunner, echo_logprob, echo_token, echo_tokens
 from headrace.outputs import FinishReason
 from headrace.params import GuidedDecodingParams, SamplingParams
 
@@ -55,7 +55,7 @@ def test_the_prompt_comes_back_one_higher_each_time():
 @given(
     prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     start=st.integers(0, 2**20),
-    count=st.integers(0, 20),
+    count=st.integers(0, 3 * FIRST_BLOCK),
     vocabulary=st.integers(2, 2**20),
     seed=st.integers(0, 2**63 - 1),
 )
@@ -64,7 +64,7 @@ def test_many_tokens_are_the_same_as_one_by_one(prompt, start, count, vocabulary
     assert echo_tokens(np.array(prompt, np.int64), start, start + count, vocabulary, seed) == each
 
 
-@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1])
+@pytest.mark.parametrize("length", [FIRST_BLOCK, FIRST_BLOCK + 1, FIRST_BLOCK + BLOCK, FIRST_BLOCK + BLOCK + 1, 2 * BLOCK + FIRST_BLOCK])
 @pytest.mark.parametrize("stops", [False, True])
 def test_an_answer_of_several_blocks_ends_where_it_should(length, stops):
     last = echo_token([5], length - 1, 100_000)
