@@ -77,7 +77,8 @@ def test_three_requests_can_be_followed_through_all_processes(executor, tmp_path
     for number in ids:
         places = [bound(trace, event) for event in flows if event["cat"] == "request" and event["id"] == hex(number)]
         assert places[:3] == ["submit", "take requests", "schedule"] and places[-1] == "read"
-        assert Counter(places)["schedule"] == Counter(places)["reply"] == Counter(places)["dispatch"] == 4
+        assert Counter(places)["schedule"] == Counter(places)["reply"] == 4
+        assert 2 <= Counter(places)["dispatch"] <= 4, "frames that came meanwhile are dispatched as one, up to that of the ending"
     begun = [event["name"] for event in trace["traceEvents"] if event["ph"] == "b"]
     assert Counter(begun) == {"queued": 3, "prefill": 3, "decode": 3, **{f"request {number}": 1 for number in ids}}
     lives = [event["args"] for event in trace["traceEvents"] if event["ph"] == "b" and event["name"].startswith("request")]
