@@ -37,6 +37,9 @@ WITH_TWO_RANKS = pytest.mark.parametrize("llm", [2], ids=["tp2"], indirect=True)
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM("smollm2-135m", tensor_parallel_size=request.param, kv_cache_tokens=8192) as llm:
         llm.executor.ping(60.0)  # so that the control channel, whose socket comes by itself, belongs to the fixture
+        # The same for the line of calls to every rank.
+        with pytest.raises(RequestError):
+            llm.stop_profile()
         yield llm
 
 
