@@ -78,6 +78,8 @@ def strategy(type_: Any) -> st.SearchStrategy[Any]:
             return st.sampled_from(values)
         case mi.UnionType(types=types):
             return st.one_of(*map(strategy, types))
+        case mi.ListType(item_type=item):
+            return st.lists(strategy(item), max_size=4)
         case mi.VarTupleType(item_type=item):
             return st.lists(strategy(item), max_size=4).map(tuple)
         case mi.TupleType(item_types=items):
