@@ -85,7 +85,7 @@ def test_the_port_answers_while_the_model_loads_and_a_signal_ends_that_at_once(s
     assert ask(port, "GET", "/world").status == 401
     children = process.children()
     assert len(children) >= 4
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM if several else signal.SIGINT)
     assert process.wait() == 0
     assert not any("Traceback" in line or "draining" in line for line in process.lines)
     assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 5.0)
