@@ -68,7 +68,14 @@ def streams(site: Site, count: int, path: str, body: Any, read: int | None = Non
 
 
 def replay(site: Site) -> None:
-    """A stream that is complete when its client comes back for all of it."""
+    """A stream of many pieces, complete when its client comes back for all of it. On a busy machine pieces are joined: then another one."""
+    for _ in range(10):
+        if pieces_of_a_replay(site) > 50:
+            return
+    raise AssertionError("no stream of 200 tokens came in more than 50 pieces")
+
+
+def pieces_of_a_replay(site: Site) -> int:
     body = chat(max_tokens=200, temperature=0, stream=True, resumable=True)
     connection = site.connect(CHAT, body)
     with connection:
@@ -78,7 +85,8 @@ def replay(site: Site) -> None:
     name = first.partition(b"id: ")[2].partition(b"\n")[0].decode().rpartition(".")[0]
     assert eventually(lambda: site.service.resumable.find(f"{name}.0")[0].ended)
     answer = site.post(CHAT, {}, {"Last-Event-ID": f"{name}.0"})
-    assert answer.status == 200 and answer.data.count(b"data: ") > 50
+    assert answer.status == 200
+    return answer.data.count(b"data: ")
 
 
 def tools(count: int) -> list[dict[str, Any]]:
