@@ -77,6 +77,17 @@ class _Models(msgspec.Struct):
     data: list[Model]
 
 
+class _Stream:
+    """What has come of one answer."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.written: list[str] = []
+        self.usage: _Usage | None = None
+        self.finish_reason: str | None = None
+        self.done = False
+
+
 class OpenAITarget:
     """One server and what is asked of it; an async context manager, which holds the connections.
 
@@ -165,9 +176,11 @@ class OpenAITarget:
             try:
                 limit = aiohttp.ClientTimeout(total=max(deadline - loop.time(), 5.0))
                 async with self._session.get(url, timeout=limit, allow_redirects=False) as response:
-                    said = await response.content.read(MAX_LINE)
+                    said = await _read(response, MAX_LINE)
                     if response.status == 200:
                         return self._chosen(said)
+                    if response.status in (401, 403):
+                        deadline = loop.time()  # no waiting gives the right to ask
                 fault = f"HTTP {response.status}: {_message(said)}"
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
                 fault = _fault(error, self._timeout)
@@ -193,16 +206,14 @@ class OpenAITarget:
                 self._url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    raise self._failed(f"HTTP {response.status}", _message(await response.content.read(MAX_ERROR)))
+                    raise self._failed(f"HTTP {response.status}", _message(await _read(response, MAX_ERROR)))
                 begun = True
                 return await self._stream(sample, response, arrived)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise self._failed(_fault(error, self._timeout, begun), str(error)) from None
 
     async def _stream(self, sample: Sample, response: aiohttp.ClientResponse, arrived: Callable[[int], None]) -> Answer:
-        events, written, done = 0, [], False
-        usage: _Usage | None = None
-        finish_reason: str | None = None
+        stream = _Stream()
         rest = b""
         # To its very end, also behind [DONE]: a connection is used again only when its last answer was read.
         async for piece in response.content.iter_any():
@@ -210,28 +221,32 @@ class OpenAITarget:
             if len(long := max((*lines, rest), key=len)) > MAX_LINE:
                 raise self._failed(f"a line of more than {MAX_LINE} bytes", _message(long[:MAX_ERROR]))
             for line in lines:
-                if not line.startswith(b"data:"):
-                    continue  # a comment, the name or number of an event, or the end of one
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    done = True
-                    continue
-                chunk = self._chunk(data)
-                usage = chunk.usage or usage
-                for choice in chunk.choices:
-                    if choice.written or (choice.delta is not None and choice.delta.tool_calls):
-                        arrived(1)
-                        events += 1
-                        written.append(choice.written)
-                    finish_reason = choice.finish_reason or finish_reason
-        if not done and finish_reason is None:
-            raise self._failed("the stream ended before the answer did", f"after {events} events with text")
-        output, by = self._output_tokens(usage, written, events)
-        if not events and output:
+                self._take(stream, line, arrived)
+        self._take(stream, rest, arrived)
+        if not stream.done and stream.finish_reason is None:
+            raise self._failed("the stream ended before the answer did", f"after {stream.events} events with text")
+        output, by = self._output_tokens(stream)
+        if not stream.events and output:
             # Tokens without text, as special ones are: when they came shows only now.
             arrived(output)
         self.counted_by[by] += 1
-        return Answer(prompt_tokens=self._prompt_tokens(sample, usage), output_tokens=output, finish_reason=finish_reason)
+        return Answer(prompt_tokens=self._prompt_tokens(sample, stream.usage), output_tokens=output, finish_reason=stream.finish_reason)
+
+    def _take(self, stream: _Stream, line: bytes, arrived: Callable[[int], None]) -> None:
+        if not line.startswith(b"data:"):
+            return  # a comment, the name or number of an event, or the end of one
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            stream.done = True
+            return
+        chunk = self._chunk(data)
+        stream.usage = chunk.usage or stream.usage
+        for choice in chunk.choices:
+            if choice.written or (choice.delta is not None and choice.delta.tool_calls):
+                arrived(1)
+                stream.events += 1
+                stream.written.append(choice.written)
+            stream.finish_reason = choice.finish_reason or stream.finish_reason
 
     def _chunk(self, data: bytes) -> _Chunk:
         try:
@@ -242,12 +257,12 @@ class OpenAITarget:
             raise self._failed("an error in the stream", _message(data))
         return chunk
 
-    def _output_tokens(self, usage: _Usage | None, written: list[str], events: int) -> tuple[int, CountedBy]:
-        if usage is not None and usage.completion_tokens is not None:
-            return usage.completion_tokens, "usage"
+    def _output_tokens(self, stream: _Stream) -> tuple[int, CountedBy]:
+        if stream.usage is not None and stream.usage.completion_tokens is not None:
+            return stream.usage.completion_tokens, "usage"
         if self._count is not None:
-            return self._count("".join(written)), "tokenizer"
-        return events, "events"
+            return self._count("".join(stream.written)), "tokenizer"
+        return stream.events, "events"
 
     def _prompt_tokens(self, sample: Sample, usage: _Usage | None) -> int:
         if usage is not None and usage.prompt_tokens is not None:
@@ -274,6 +289,14 @@ def _base_url(text: str, endpoint: str) -> str:
     if base.endswith("/v1") and endpoint.startswith("/v1/"):
         raise RequestError(f"{text!r} ends in /v1, and so would the path have it twice: give it without")
     return base
+
+
+async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, or as much of it; ``read`` gives what has come by now."""
+    try:
+        return await response.content.readexactly(most)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
 
 
 def _fault(error: Exception, timeout: float, begun: bool = False) -> str:

@@ -50,7 +50,7 @@ STREAMS: dict[str, list[bytes]] = {
     "no text": [chunk(""), chunk("", "stop"), USAGE, DONE],
     "in pieces": [bytes([byte]) for byte in b": hello\r\n\r\n" + SMILE.replace(b"\n", b"\r\n") + chunk("b", "stop") + USAGE + DONE],
     "all at once": [b"".join([*WHOLE, USAGE, DONE])],
-    "no last line end": [*WHOLE, USAGE, b"data: [DONE]"],
+    "no last line end": [*WHOLE, USAGE.rstrip(b"\n")],
     "endless line": [b"data: " + b"x" * 500, b"x" * 500, b"\n\n"],
     "a chat": [
         *(delta(role="assistant", content=""), delta(content="a"), delta(reasoning_content="b"), delta(tool_calls=[{}])),
@@ -286,6 +286,10 @@ def test_a_server_is_waited_for():
             with pytest.raises(HeadraceError, match=r"HTTP 503: not yet"):
                 await target.ready(0.0)
             assert await target.ready(LONG) == "late"
+        server.listing = lambda: web.Response(status=401, text="who are you")
+        async with OpenAITarget(url) as target:
+            with pytest.raises(HeadraceError, match=r"HTTP 401: who are you"):
+                await target.ready(LONG)  # which is not waited for
         server.listing = lambda: web.json_response({"data": []})
         async with OpenAITarget(url) as target:
             with pytest.raises(HeadraceError, match="lists no models"):
