@@ -44,7 +44,8 @@ SHARED_MEMORY = "/dev/shm"
 #: Files that take longest. Where files run side by side these begin first, so that at the end none of them runs alone.
 LONGEST = {
     *("test_cli.py", "test_external.py", "test_lanes_death.py", "test_packaging.py", "test_restart.py", "test_signals.py", "test_start.py"),
-    *("test_frontends.py", "test_openai_client.py", "test_page_browser.py"),
+    *("test_ending.py", "test_frontends.py", "test_fuzz.py", "test_idle.py", "test_loading.py", "test_openai_client.py"),
+    *("test_page_browser.py", "test_sampler.py"),
 }
 
 #: in the order in which pytest sets them up
