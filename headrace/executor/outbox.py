@@ -150,7 +150,7 @@ def _message(run: list[Item]) -> Submit | Cancel | Mark:
     params: _Once[SamplingParams] = _Once()
     processors: _Once[bytes] = _Once()
     loras: dict[LoraRequest, int] = {}
-    token_ids = array("i")
+    prompts: list[array[int]] = []
     for item in run:
         assert isinstance(item, Admitted)
         checked = item.checked
@@ -170,11 +170,11 @@ def _message(run: list[Item]) -> Submit | Cancel | Mark:
                 processor=-1 if checked.processors is None else processors.place(checked.processors),
             )
         )
-        token_ids.extend(checked.token_ids)
+        prompts.append(checked.token_ids)
     return Submit(
         requests=tuple(heads),
         params=tuple(one.to_wire() for one in params.items),
-        token_ids=Buffer(token_ids),
+        token_ids=Buffer(b"".join(prompts)),
         loras=tuple(LoraAdapter(lora.name, str(lora.path)) for lora in loras),
         processors=tuple(map(Buffer, processors.items)),
     )

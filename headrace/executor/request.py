@@ -181,7 +181,8 @@ class Checker:
             if request.timeout <= 0:
                 raise RequestError(f"timeout={request.timeout} is out of range: it must be more than 0 seconds")
             deadline = time.monotonic() + request.timeout
-        _check_beside(shared, len(token_ids), max_tokens)
+        if shared.kinds[0][1] is not None:
+            _check_beside(shared, len(token_ids), max_tokens)
         seed = _seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         choices = []
         new_stage = request.new_stage
@@ -274,7 +275,7 @@ def _check_beside(shared: _Shared, prompt_tokens: int, max_tokens: int) -> None:
     for index in range(shared.width):
         wanted = shared.kinds[index > 0][1]
         if wanted is None:
-            return  # and so do all others
+            break  # and so do all others
         total += max_tokens * (LOGPROB_BYTES * wanted.width + 4 * wanted.logits)
         total += prompt_tokens * (LOGPROB_BYTES * wanted.prompt_width + 4 * wanted.context_logits)
     if total > MAX_BESIDE_BYTES:

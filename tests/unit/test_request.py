@@ -232,13 +232,19 @@ def test_processors_that_cannot_be_sent_are_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"return_context_logits": True}, {"return_generation_logits": True, "n": 2}, {"logprobs": 3, "n": 2}, {"prompt_logprobs": 5}],
+    [
+        {"return_context_logits": True},
+        {"return_generation_logits": True, "n": 2},
+        {"logprobs": 3, "n": 2},
+        {"prompt_logprobs": 5},
+        {"prompt_logprobs": 5, "n": 2},
+    ],
     ids=str,
 )
 def test_what_comes_beside_the_tokens_of_a_request_is_bounded(fields, monkeypatch):
     """Invariants 7 and 8, A34."""
     prompt, params = [1] * 5, {"max_tokens": 3, "temperature": 1.0, **fields}
-    rows = 5 if "n" not in fields else 2 * 3
+    rows = 2 * 3 if "n" in fields and "prompt_logprobs" not in fields else 5
     row = request.LOGPROB_BYTES * (1 + fields.get("logprobs", fields.get("prompt_logprobs", 0)))
     if any("logits" in name for name in fields):
         row = 4 * VOCABULARY
