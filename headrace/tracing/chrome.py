@@ -60,6 +60,7 @@ def about(processes: Sequence[Located], missing: Mapping[str, str]) -> dict[str,
                 "host": trace.host,
                 "spans": len(trace.spans),
                 "spans_dropped": trace.lost,
+                "spans_without_facts": trace.faults,
                 "clock_offset_us": offset.nanoseconds / 1000,
                 "clock_uncertainty_us": offset.uncertainty / 1000,
             }
