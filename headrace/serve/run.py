@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.serve.assembly import make_service
 from headrace.serve.loading import Loading
 from headrace.serve.metrics import Metrics
+from headrace.serve.quick import quick_threads
 from headrace.serve.settings import ServeSettings
 from headrace.serve.siblings import Siblings
 from headrace.serve.signals import Signals
@@ -130,31 +131,32 @@ async def serve(
 
     ``room``: what has answered on the listeners until now; closed by whoever has made it.
     """
-    service = make_service(llm, settings, siblings, None if room is None else room.metrics)
-    try:
-        await service.start(*listeners, tls=tls)
-        if room is not None:
-            room.leave()
-        if on_ready is not None:
-            on_ready()
-        await first(signals.asked.wait(), service.dead.wait())
-        if service.dead.is_set():
-            log.error("the world is dead and no other follows: %s", llm.executor.health().cause)
-            await service.drain(DEATH_TIMEOUT)
-            return Ending.DEAD
-        log.info("draining: %d live requests have %g s", len(service.live), settings.drain_timeout)
-        draining = asyncio.ensure_future(service.drain(settings.drain_timeout))
-        await first(draining, signals.hurried.wait(), service.dead.wait())
-        if not draining.done():
-            draining.cancel()
-            await asyncio.gather(draining, return_exceptions=True)
-            log.warning("%d requests were cut", service.live.abort_all())
-            return Ending.INTERRUPTED if signals.hurried.is_set() else Ending.DEAD
-        report = draining.result()
-        log.info("drained: %s", report)
-        return Ending.CUT if report.cut else Ending.DRAINED
-    finally:
-        await service.stop()
+    with quick_threads():
+        service = make_service(llm, settings, siblings, None if room is None else room.metrics)
+        try:
+            await service.start(*listeners, tls=tls)
+            if room is not None:
+                room.leave()
+            if on_ready is not None:
+                on_ready()
+            await first(signals.asked.wait(), service.dead.wait())
+            if service.dead.is_set():
+                log.error("the world is dead and no other follows: %s", llm.executor.health().cause)
+                await service.drain(DEATH_TIMEOUT)
+                return Ending.DEAD
+            log.info("draining: %d live requests have %g s", len(service.live), settings.drain_timeout)
+            draining = asyncio.ensure_future(service.drain(settings.drain_timeout))
+            await first(draining, signals.hurried.wait(), service.dead.wait())
+            if not draining.done():
+                draining.cancel()
+                await asyncio.gather(draining, return_exceptions=True)
+                log.warning("%d requests were cut", service.live.abort_all())
+                return Ending.INTERRUPTED if signals.hurried.is_set() else Ending.DEAD
+            report = draining.result()
+            log.info("drained: %s", report)
+            return Ending.CUT if report.cut else Ending.DRAINED
+        finally:
+            await service.stop()
 
 
 async def first(*waits: Awaitable[object]) -> None:
