@@ -19,11 +19,17 @@ def unpack(deltas: Deltas) -> tuple[list[int], list[int], list[int], bytes]:
 
     Raises ValueError, TypeError or IndexError for a frame that contradicts itself; nothing of it can be used then.
     """
-    ids, counts = deltas.request_ids.as_int64().tolist(), deltas.counts.as_int32().tolist()
-    tokens, finish = deltas.token_ids.as_int32().tolist(), deltas.finish
-    if not len(ids) == len(counts) == len(finish) or sum(counts) != len(tokens) or (counts and min(counts) < 0):
+    ids, tokens, finish = deltas.request_ids.as_int64().tolist(), deltas.token_ids.as_int32().tolist(), deltas.finish
+    # As most are: a token for each, and no ending. Bytes tell that sooner than numbers.
+    if deltas.counts.view.tobytes() == _ONE * len(finish):
+        counts = [1] * len(finish)
+    else:
+        counts = deltas.counts.as_int32().tolist()
+        if counts and min(counts) < 0:
+            raise ValueError(f"a count is {min(counts)}")
+    if not len(ids) == len(counts) == len(finish) or sum(counts) != len(tokens):
         raise ValueError(f"{len(ids)} ids, {len(counts)} counts, {len(finish)} endings and {len(tokens)} tokens do not fit together")
-    if finish and max(finish) >= len(FINISH_OF_CODE):
+    if finish.count(0) != len(finish) and max(finish) >= len(FINISH_OF_CODE):
         raise ValueError(f"there is no ending {max(finish)}")
     return ids, counts, tokens, finish
 
