@@ -426,6 +426,12 @@ class GenerationExecutorProxy(TracedCalls):
 
         An exception that falls into the waiting, as that of a second Ctrl-C, has the world killed at once and is then raised.
         """
+        try:
+            self._close(drain, timeout)
+        finally:
+            self._write_trace()
+
+    def _close(self, drain: bool, timeout: float) -> None:
         dispatcher = self._dispatcher
         atexit.unregister(self.close)
         if self._owner != os.getpid():

@@ -40,6 +40,7 @@ class TracedCalls(EngineCalls):
         self.points_above: list[Point] = []
         # The one that is being taken, or none. `pop` gives it to one thread.
         self._traces: list[ExecutorTrace] = []
+        self._ended_traces: list[ExecutorTrace] = []
         ranges = wanted_ranges()
         self._annotations = None if ranges is None else (Hooks(ranges), ranges)
 
@@ -74,7 +75,8 @@ class TracedCalls(EngineCalls):
             trace = self._traces.pop()
         except IndexError:
             raise RequestError("no trace is being taken") from None
-        trace.finish(lambda: self._ask_ranks(StopTrace(timeout)), self.ping)
+        trace.collect(lambda: self._ask_ranks(StopTrace(timeout)), self.ping)
+        trace.write()
         return trace.path
 
     def _end_trace(self, timeout: float, may_ask: bool) -> float:
@@ -89,10 +91,20 @@ class TracedCalls(EngineCalls):
         may_ask = may_ask and threading.get_ident() not in self._collective.callers
         try:
             trace = self._traces.pop()
-            trace.finish((lambda: self._ask_ranks(StopTrace(share), share)) if may_ask else None, lambda: self.ping(share / CLOCK_PINGS))
-        except (OSError, IndexError) as error:
-            log.error("the trace could not be written: %s", error)
+            trace.collect((lambda: self._ask_ranks(StopTrace(share), share)) if may_ask else None, lambda: self.ping(share / CLOCK_PINGS))
+            self._ended_traces.append(trace)
+        except IndexError:
+            log.debug("another thread has ended the trace")
         return max(0.0, timeout - (time.monotonic() - began))
+
+    def _write_trace(self) -> None:
+        """That which was ended before the world went. After it, for its end is not to wait for a disk."""
+        while self._ended_traces:
+            trace = self._ended_traces.pop()
+            try:
+                trace.write()
+            except OSError as error:
+                log.error("the trace %s could not be written: %s", trace.path, error)
 
     def _annotate(self) -> None:
         """NVTX ranges from now on, if they are wanted."""

@@ -33,7 +33,7 @@ CLOCK_PINGS = 8
 
 
 class ExecutorTrace:
-    """One trace, from its making to ``finish``.
+    """One trace, from its making over ``collect``, which ends it, to ``write``.
 
     Args:
         path: the file; written at the end. There from the beginning, as an empty trace, so a folder that is not there, or that may not be
@@ -48,10 +48,12 @@ class ExecutorTrace:
         self._start = start
         self._ring = SpanRing("user process")
         self._hooks = Hooks(self._ring)
+        self._processes: list[Located] = []
+        self._missing: dict[str, str] = {}
         watch(self._hooks, self._ring, points, executor)
 
-    def finish(self, ask: Callable[[], RankAnswers] | None, ping: Callable[[], Pong]) -> None:
-        """Write the file. What cannot be had of the ranks is not in it, and it says why. Raises OSError.
+    def collect(self, ask: Callable[[], RankAnswers] | None, ping: Callable[[], Pong]) -> None:
+        """Note nothing more, and have what the ranks have noted. What cannot be had of them is not in the file, and it says why.
 
         ``ask``: lets the ranks give what they have, None: nobody can be asked; ``ping``: rank 0. Both may raise HeadraceError and
         TimeoutError.
@@ -67,12 +69,16 @@ class ExecutorTrace:
             # Whatever falls into the waiting.
             self._hooks.remove()
             mine = self._ring.close()
-        processes = [Located(mine)]
+        self._processes.append(Located(mine))
         if answers is not None:
-            processes += self._ranks(answers, mine.clock, ping, missing)
+            self._processes += self._ranks(answers, mine.clock, ping, missing)
         for name, why in missing.items():
             log.warning("the trace %s has nothing of %s: %s", self.path, name, why)
-        _replace(self.path, document(processes, missing))
+        self._missing = missing
+
+    def write(self) -> None:
+        """Write the file of what was collected; a full trace takes seconds. Raises OSError."""
+        _replace(self.path, document(self._processes, self._missing))
 
     def _ranks(self, answers: RankAnswers, clock: str, ping: Callable[[], Pong], missing: dict[str, str]) -> list[Located]:
         missing |= {f"rank {rank}": error for rank, error in answers.errors.items()}

@@ -50,7 +50,8 @@ def finish(path: Path, answers: RankAnswers | Exception, start: RankAnswers | No
             raise TimeoutError("no answer")
         return pong
 
-    trace.finish(ask, ping)
+    trace.collect(ask, ping)
+    trace.write()
     written = json.loads(path.read_text())
     assert broken(written["traceEvents"]) == []
     return written
@@ -108,7 +109,7 @@ def test_an_interrupted_end_leaves_no_hook_and_the_file_says_so(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trace.finish(ask, lambda: Pong(0, 0.0))
+        trace.collect(ask, lambda: Pong(0, 0.0))
     assert not vars(owner) and not vars(executor)
     assert json.loads((tmp_path / "trace").read_text())["otherData"]["missing"] == {"every process": "the trace was not finished"}
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
