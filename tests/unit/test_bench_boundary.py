@@ -54,7 +54,7 @@ def test_capacity_goes_by_cpu_time_and_the_rate_by_the_clock():
     assert [row.verdict for row in rows] == ["holds", ""]
 
 
-@pytest.mark.parametrize(("tokens", "batch", "steps"), [(40_000, 1, 1000), (40_000, 256, 156), (40_000, 1024, 39), (4_000, 1024, 8)])
+@pytest.mark.parametrize(("tokens", "batch", "steps"), [(100_000, 1, 1000), (100_000, 256, 390), (100_000, 1024, 97), (4_000, 1024, 8)])
 def test_runs_are_neither_endless_nor_all_start(tokens, batch, steps):
     assert capacity.steps_for(tokens, batch) == steps
 

@@ -7,7 +7,7 @@ import sys
 
 from headrace.cli._options import DEFAULT_MODEL, add_debug_option, positive
 
-_DEFAULT_BATCHES = (1, 16, 64, 256, 1024)
+_DEFAULT_BATCHES = (1, 16, 256, 1024)
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
