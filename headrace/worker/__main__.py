@@ -5,6 +5,7 @@ Exit codes: 0 orderly end; 1 a fault that was reported to the proxy; 75 the user
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
@@ -88,6 +89,10 @@ def load(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> tuple[Runne
     from headrace.engine.model_engine import load_runner, make_engine
 
     runner = load_runner(config, world, report.progress)
+    # What is there by now stays to the end. A full collection would go through all of it, with torch for a tenth of a second, between two
+    # steps of everybody's requests.
+    gc.collect()
+    gc.freeze()
     return runner, lambda broadcast: make_engine(config, runner, broadcast)
 
 
