@@ -179,7 +179,9 @@ def test_the_command_prints_and_writes_each_row(tmp_path, capsys, monkeypatch):
         (["--batch", "1,2000"], "--batch 2000: at most 1024 requests"),
         (["--batch", "0"], "0 is not at least 1"),
         (["--repeats", "0"], "0 is not at least 1"),
+        (["--batch", "1,x"], "invalid batches value: '1,x'"),
         (["--frontends", "65"], "--frontends 65: at most 64"),
+        (["--report", "/nowhere/report.json"], "--report /nowhere/report.json: no file can be written into /nowhere"),
     ],
 )
 def test_bad_usage_is_refused(arguments, complaint, capsys):

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from headrace.cli._options import DEFAULT_MODEL, add_debug_option, positive
+from headrace.cli.bench.options import check_written
 
 _DEFAULT_BATCHES = (1, 16, 256, 1024)
 
@@ -29,7 +30,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="default: 5")
     parser.add_argument(
         "--batch",
-        type=_batches,
+        type=batches,
         default=_DEFAULT_BATCHES,
         metavar="N,N",
         help=f"requests at once, for capacity and cost (default: {','.join(map(str, _DEFAULT_BATCHES))})",
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.bench.boundary.settings import MAX_BATCH, MAX_FRONTENDS, Settings
     from headrace.bench.report import write_report
 
+    check_written(arguments, "report")
     parts = arguments.only or [part for part in PARTS if part not in ON_REQUEST]
     for part in parts:
         if part not in PARTS:
@@ -67,5 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _batches(text: str) -> tuple[int, ...]:
+def batches(text: str) -> tuple[int, ...]:
+    """argparse type: integers of at least 1, sorted, each once."""
     return tuple(sorted({positive(part) for part in text.split(",")}))

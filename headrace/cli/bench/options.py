@@ -157,15 +157,20 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 def check_report_options(arguments: argparse.Namespace) -> None:
     """Before a run of minutes: whether its report can be made. Raises HeadraceError, OSError; errors of usage exit."""
-    for name in ("report", "html"):
-        if (path := getattr(arguments, name)) is not None:
-            folder = Path(path).absolute().parent
-            if not os.access(folder, os.W_OK | os.X_OK):
-                arguments.parser.error(f"--{name} {path}: no file can be written into {folder}")
+    check_written(arguments, "report", "html")
     if arguments.html is not None:
         require_matplotlib()
     if arguments.compare is not None:
         read_report(arguments.compare)
+
+
+def check_written(arguments: argparse.Namespace, *names: str) -> None:
+    """Whether the files that these options name can be written; if not, that is an error of usage."""
+    for name in names:
+        if (path := getattr(arguments, name)) is not None:
+            folder = Path(path).absolute().parent
+            if not os.access(folder, os.W_OK | os.X_OK):
+                arguments.parser.error(f"--{name} {path}: no file can be written into {folder}")
 
 
 def load_of(arguments: argparse.Namespace, streaming: bool) -> Load:
