@@ -117,6 +117,8 @@ def test_a_silent_world_is_suspected_once_dumped_and_then_goes_on(world, caplog)
     world.pings.get(timeout=LONG)
     world.answer = Pong(5, 0.0)
     assert world.eventually(Progressing.YES)
+    world.heartbeat.stop()
+    assert world.heartbeat.join(LONG)  # for what it says of an answer it says after it has taken note of it
     assert world.suspicions.empty() and world.kills.empty() and world.dumps == 1
     assert "stacks 1" in caplog.text and "the worker world goes on" in caplog.text
 
