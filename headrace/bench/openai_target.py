@@ -32,9 +32,6 @@ CountedBy: TypeAlias = Literal["usage", "tokenizer", "events"]
 MAX_LINE = 1024 * 1024
 #: bytes of an error's body that are read
 MAX_ERROR = 4096
-#: Seconds that an unused connection is kept. Servers close theirs after some seconds too (uvicorn after 5); what is sent on one just then
-#: fails without a fault of the server's.
-KEEP_ALIVE = 2.0
 #: seconds between attempts to reach a server that is not there yet
 RETRY = 0.1
 
@@ -141,7 +138,9 @@ class OpenAITarget:
         return self._url.password or ""
 
     async def __aenter__(self) -> OpenAITarget:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+        # A connection for each request: servers close idle ones when they like, llama.cpp's after every stream and without a word, and what
+        # is sent on one just then fails without a fault of the answer's.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self
@@ -215,7 +214,7 @@ class OpenAITarget:
     async def _stream(self, sample: Sample, response: aiohttp.ClientResponse, arrived: Callable[[int], None]) -> Answer:
         stream = _Stream()
         rest = b""
-        # To its very end, also behind [DONE]: a connection is used again only when its last answer was read.
+        # To its very end, also behind [DONE]: only then is it known to have come whole.
         async for piece in response.content.iter_any():
             *lines, rest = (rest + piece).split(b"\n")
             if len(long := max((*lines, rest), key=len)) > MAX_LINE:

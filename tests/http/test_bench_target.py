@@ -266,8 +266,8 @@ def test_what_is_sent():
         }
         assert spoken == {"model": "m", "messages": [{"role": "user", "content": "a chat"}], "max_tokens": 5, "stream": True}
         assert server.headers[0]["Authorization"] == "Bearer k" and "Authorization" not in server.headers[-1]
-        # An answer that was read leaves its connection for the next.
-        assert len(server.connections) == 2
+        # Each on a connection of its own.
+        assert len(server.connections) == 4
 
     run(work)
 
