@@ -9,7 +9,7 @@ from typing import Protocol
 
 from headrace.bench.dataset import Sample
 from headrace.bench.records import RequestRecord
-from headrace.bench.target import RequestFailedError, Target
+from headrace.bench.target import Answer, RequestFailedError, Target
 
 
 class Clock(Protocol):
@@ -116,19 +116,13 @@ async def _answer(target: Target, sample: Sample, arrival: float, began: float, 
     def arrived(tokens: int) -> None:
         events.append((clock.now() - began, tokens))
 
+    error = None
     try:
         answer = await target.generate(sample, arrived)
-    except RequestFailedError as error:
-        return RequestRecord(
-            task_id=sample.task_id,
-            scheduled_s=arrival,
-            sent_s=sent,
-            events=events,
-            finished_s=clock.now() - began,
-            prompt_tokens=len(sample.input_ids or ()),
-            output_tokens=sum(tokens for _, tokens in events),
-            error=str(error),
-        )
+    except RequestFailedError as failure:
+        # What had come by then.
+        answer = Answer(prompt_tokens=len(sample.input_ids or ()), output_tokens=sum(tokens for _, tokens in events))
+        error = str(failure)
     return RequestRecord(
         task_id=sample.task_id,
         scheduled_s=arrival,
@@ -138,4 +132,5 @@ async def _answer(target: Target, sample: Sample, arrival: float, began: float, 
         prompt_tokens=answer.prompt_tokens,
         output_tokens=answer.output_tokens,
         finish_reason=answer.finish_reason,
+        error=error,
     )

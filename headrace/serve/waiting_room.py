@@ -44,7 +44,6 @@ _SO_ATTACH_FILTER = 26
 #: seconds that those who are connected have to ask, and to take their answer, before the port is given up
 FAREWELL = 1.0
 
-
 #: seconds after which connections are taken again when that was not possible
 TAKE_AGAIN = 1.0
 
@@ -232,10 +231,7 @@ class WaitingRoom:
         message, code, _ = self.reason.value
         executor = self._executor()
         if self.reason is Reasons.LOADING and executor is not None:
-            places = [
-                f"rank {at.rank} {at.stage}{'' if at.share is None else f' {100 * at.share:.0f} %'}" for at in where_ranks_are(executor)
-            ]
-            message += f": {', '.join(places)}"
+            message += f": {', '.join(map(_place, where_ranks_are(executor)))}"
         return ApiError(503, message, code=code, retry_after=RETRY_AFTER)
 
     def _health(self, fine: bool, yes: str) -> web.Response:

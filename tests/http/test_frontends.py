@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,51 +200,49 @@ def test_a_second_signal_ends_all_at_once(start):
     assert process.wait() == 130
 
 
-def test_frontends_that_do_not_start_end_the_service(monkeypatch, tmp_path):
-    """With a reason, instead of trying for ever."""
+@contextlib.asynccontextmanager
+async def two_frontends(folder: Path) -> AsyncIterator[tuple[Frontends, WaitingRoom, socket.socket]]:
+    """To be run, of a world that lives and that nobody can attach to; with who answers on their port until then, and the port's socket."""
     health = SimpleNamespace(alive=True, cause=None)
     llm = SimpleNamespace(executor=SimpleNamespace(health=lambda: health))
-    order = FrontendOrder(os.getpid(), 0, tmp_path / "none", "127.0.0.1", 0, -1, None, None, ServeSettings(), 1, 1, 1.0, 0)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    order = FrontendOrder(os.getpid(), 0, folder / "none", "127.0.0.1", 0, -1, None, None, ServeSettings(), 1, 1, 1.0, 0)
     listener = listen("127.0.0.1", 0, shared=True)
+    room = WaitingRoom(ServeSettings(), Metrics(), lambda: None)
+    await room.open(listener)
+    with Signals() as signals:
+        yield Frontends(Loaded(llm, signals, room), listener, order, 2), room, listener  # type: ignore[arg-type]
+    await room.close()
+
+
+def test_frontends_that_do_not_start_end_the_service(monkeypatch, tmp_path):
+    """With a reason, instead of trying for ever."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
 
     async def run() -> None:
-        room = WaitingRoom(ServeSettings(), Metrics(), lambda: None)
-        await room.open(listener)
-        with Signals() as signals:
-            places = Frontends(Loaded(llm, signals, room), listener, order, 2)  # type: ignore[arg-type]
+        async with two_frontends(tmp_path) as (places, room, listener):
             with pytest.raises(HeadraceError, match="does not start: it ended with code 1"):
                 await places.run(lambda: pytest.fail("none of them serves"))
-        assert all(place.process is None for place in places.places)
-        assert room.reason is Reasons.FAILED and listener.fileno() == -1
-        await room.close()
+            assert all(place.process is None for place in places.places)
+            assert room.reason is Reasons.FAILED and listener.fileno() == -1
 
     asyncio.run(run())
 
 
 def test_an_end_while_frontends_start_cuts_nothing(monkeypatch, tmp_path):
     """A51: they have no handler for signals yet, and no request: the end is an orderly one."""
-    health = SimpleNamespace(alive=True, cause=None)
-    llm = SimpleNamespace(executor=SimpleNamespace(health=lambda: health))
-    order = FrontendOrder(os.getpid(), 0, tmp_path / "none", "127.0.0.1", 0, -1, None, None, ServeSettings(), 1, 1, 1.0, 0)
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 1000\n")
     slow.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(slow))
-    listener = listen("127.0.0.1", 0, shared=True)
 
     async def run() -> None:
-        room = WaitingRoom(ServeSettings(), Metrics(), lambda: None)
-        await room.open(listener)
-        with Signals() as signals:
-            places = Frontends(Loaded(llm, signals, room), listener, order, 2)  # type: ignore[arg-type]
+        async with two_frontends(tmp_path) as (places, room, _):
             running = asyncio.ensure_future(places.run(lambda: pytest.fail("none of them serves")))
             while any(place.process is None for place in places.places):
                 await asyncio.sleep(0)
             signal.raise_signal(signal.SIGTERM)
             assert await running is Ending.DRAINED
-        assert all(place.process is None for place in places.places)
-        assert room.reason is Reasons.ENDING
-        await room.close()
+            assert all(place.process is None for place in places.places)
+            assert room.reason is Reasons.ENDING
 
     asyncio.run(run())
