@@ -28,9 +28,6 @@ DEFAULT_PORT = 8000
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
 ADMIN_KEY_VARIABLE = "HEADRACE_ADMIN_KEY"
 
-#: seconds that the world gets to end in order
-CLOSE_TIMEOUT = 5.0
-
 
 def seconds(text: str) -> float:
     """argparse type: seconds, not below 0."""
