@@ -52,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tokenizer: where to read the tokenizer, if not from the model; only grammars need one in the world.
         runner: who runs the forward pass.
         tensor_parallel_size: number of ranks that share every layer.
+        pipeline_parallel_size: number of stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them.
         dtype: type of weights and activations; auto: float32 on CPU.
         max_batch_size: most requests in one step.
         max_num_tokens: most tokens in one step, prefill and decode together.
@@ -77,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer: str | None = None
     runner: Runner = "torch"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     dtype: DType = "auto"
     max_batch_size: int = 64
     max_num_tokens: int = 2048
@@ -93,6 +95,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_lora_rank: int = 64
     echo: EchoConfig = EchoConfig()
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a READY world says of itself; the user process validates requests against it.
@@ -107,10 +114,11 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: tokens that end a sequence.
         num_kv_blocks: KV blocks in the pool, 0 where there is none.
         tokens_per_block: tokens in one KV block, 0 where there is none.
-        tensor_parallel_size: ranks.
+        tensor_parallel_size: ranks that share every layer.
         versions: name and version of what runs in the world.
         max_loras: most LoRA adapters that run at once; 0: none can.
         max_lora_rank: highest rank of one.
+        pipeline_parallel_size: stages that share the layers out among them.
     """
 
     model: str
@@ -126,3 +134,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     max_loras: int = 0
     max_lora_rank: int = 0
+    pipeline_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -43,7 +43,9 @@ class LLM(EngineOperations):
     Args:
         model: a GGUF file, a Hugging Face folder or hub id, ``"smollm2-135m"``, or ``"echo"`` for the engine without a model.
         tokenizer: where to read the tokenizer, if not from the model.
-        tensor_parallel_size: ranks that share every layer; None: as many as the user's mpirun has started, one where there is none.
+        tensor_parallel_size: ranks that share every layer; None: as many as the user's mpirun has started for each stage, one where there
+            is no mpirun.
+        pipeline_parallel_size: stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them.
         runner: who runs the forward pass.
         dtype: type of weights and activations.
         max_batch_size: most requests in one step.
@@ -90,6 +92,7 @@ class LLM(EngineOperations):
         *,
         tokenizer: str | Path | None = None,
         tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int = _DEFAULTS.pipeline_parallel_size,
         runner: Runner = _DEFAULTS.runner,
         dtype: DType = _DEFAULTS.dtype,
         max_batch_size: int = _DEFAULTS.max_batch_size,
@@ -128,7 +131,7 @@ class LLM(EngineOperations):
         from headrace.executor.tracing import prepare
 
         # First of all: in a rank of the user's mpirun the process ends here, and what it had done would be in vain.
-        choice = choose(launcher, mpi, tensor_parallel_size)
+        choice = choose(launcher, mpi, tensor_parallel_size, pipeline_parallel_size)
         if trace is not None:
             prepare(trace)  # before the world is started in vain
         if model == "echo":
@@ -148,7 +151,8 @@ class LLM(EngineOperations):
             model=path,
             tokenizer=None if tokenizer is None else str(Path(tokenizer).resolve()),
             runner=runner,
-            tensor_parallel_size=choice.ranks,
+            tensor_parallel_size=choice.tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             dtype=dtype,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,

@@ -44,7 +44,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         dest="tp",
         type=positive,
         metavar="N",
-        help="ranks that share the model (default: those of the mpirun around it, else 1)",
+        help="ranks that share every layer (default: those of the mpirun around it, else 1)",
+    )
+    group.add_argument(
+        "--pp",
+        "--pipeline-parallel-size",
+        dest="pp",
+        type=positive,
+        default=_DEFAULTS.pipeline_parallel_size,
+        metavar="N",
+        help=f"stages, each of --tp ranks, that share the layers out (default: {_DEFAULTS.pipeline_parallel_size})",
     )
     group.add_argument("--runner", choices=get_args(Runner), default=_DEFAULTS.runner, help=f"default: {_DEFAULTS.runner}")
     group.add_argument("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help=f"default: {_DEFAULTS.dtype}")
@@ -70,6 +79,7 @@ def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **{name: getattr(arguments, name) for name in (*names, "record", "record_prompts", "trace")},
         "tensor_parallel_size": arguments.tp,
+        "pipeline_parallel_size": arguments.pp,
         "progress": sys.stderr.isatty(),
     }
 

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not llm.tokenizer.chat_template:
             raise ModelError(f"{llm.facts.model} has no chat template; headrace generate --raw continues a text with it")
         if interactive:
-            print(f"{llm.facts.model}, {llm.facts.tensor_parallel_size} ranks. /help lists the commands, Ctrl-D ends.", file=sys.stderr)
+            print(f"{llm.facts.model}, {llm.facts.world_size} ranks. /help lists the commands, Ctrl-D ends.", file=sys.stderr)
         session = Session(llm, params, Conversation(arguments.system))
         while (line := _read(interactive)) is not None and session.take(line):
             pass

@@ -38,7 +38,8 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     group = parser.add_argument_group("world, for --to engine; what is not given is as recorded")
     group.add_argument("--model", help="where the model is here; only the echo engine needs none")
     group.add_argument("--runner", choices=get_args(Runner), help="echo: no model, only the load of the recording")
-    group.add_argument("--tp", type=positive, metavar="N", help="ranks that share the model")
+    group.add_argument("--tp", type=positive, metavar="N", help="ranks that share every layer")
+    group.add_argument("--pp", type=positive, metavar="N", help="stages, each of so many ranks, that share the layers out")
     group.add_argument("--mpi", default="auto", metavar="WHICH", help=f"{MPI_CHOICES} (default: auto)")
     add_debug_option(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -102,8 +103,14 @@ def _world(arguments: argparse.Namespace, session: RecordedSession) -> tuple[Eng
         model = str(resolve_model(arguments.model).resolve())
     elif recorded.runner != "echo":
         echo = EchoConfig(vocab_size=session.facts.vocab_size, max_seq_len=session.facts.max_seq_len)
-    ranks = arguments.tp or recorded.tensor_parallel_size
-    config = msgspec.structs.replace(recorded, model=model, runner=runner, echo=echo, tensor_parallel_size=ranks)
+    config = msgspec.structs.replace(
+        recorded,
+        model=model,
+        runner=runner,
+        echo=echo,
+        tensor_parallel_size=arguments.tp or recorded.tensor_parallel_size,
+        pipeline_parallel_size=arguments.pp or recorded.pipeline_parallel_size,
+    )
     return config, MpiLauncher(find_mpi(arguments.mpi)), runner == "echo" != recorded.runner
 
 

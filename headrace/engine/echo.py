@@ -177,6 +177,7 @@ class EchoEngine:
             max_batch_size=echo.max_batch_size,
             eos_token_ids=(0,),
             tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
         )
 
     @property

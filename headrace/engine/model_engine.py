@@ -114,6 +114,7 @@ class ModelEngine:
             num_kv_blocks=num_blocks,
             tokens_per_block=config.tokens_per_block,
             tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
             versions=runner.versions,
             max_loras=config.max_loras,
             max_lora_rank=config.max_lora_rank,

@@ -100,7 +100,7 @@ class GenerationExecutorProxy(TracedCalls):
         record_prompts: bool = False,
     ) -> None:
         self._launcher = launcher
-        self._ranks = config.tensor_parallel_size
+        self._ranks = config.world_size
         self.config = config
         self._policy = on_engine_death
         self._on_hang = on_hang

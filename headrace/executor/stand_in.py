@@ -188,7 +188,7 @@ def main() -> None:
     from headrace.ipc.zmq_channel import connect_served
 
     init = connect_served(bootstrap.address("init"), bootstrap.key)
-    ranks = bootstrap.config.tensor_parallel_size
+    ranks = bootstrap.config.world_size
     try:
         # This process is all the ranks that are waited for.
         for rank in range(ranks):

@@ -85,7 +85,7 @@ class World:
     def __init__(self, config: EngineConfig, launcher: Launcher | None) -> None:
         self._config = config
         self._launcher = launcher
-        self.startup = Startup(config.tensor_parallel_size)
+        self.startup = Startup(config.world_size)
         # In the order in which `open` makes them; None before.
         self.session: Session | None = None
         self.monitor: WorldMonitor | None = None
@@ -115,7 +115,7 @@ class World:
         assert self._launcher is not None
         self.session = session = Session()
         # Before there is anything to clear up.
-        self.monitor = WorldMonitor(self._launcher.launch(session.path, session.path / FILE_NAME, self._config.tensor_parallel_size))
+        self.monitor = WorldMonitor(self._launcher.launch(session.path, session.path / FILE_NAME, self._config.world_size))
         session.make()
         self.births = Births(session.path, self.monitor.world.pid)
         self.bootstrap = bootstrap = local_bootstrap(session.path, new_key(), self.monitor.world.pid, self._config)

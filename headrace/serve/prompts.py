@@ -49,7 +49,8 @@ class Prompts:
         self._metrics = metrics
         facts = llm.facts
         self.names = settings.model_names or (facts.model,)
-        self.fingerprint = f"headrace-{__version__}-{facts.runner}-tp{facts.tensor_parallel_size}"
+        stages = f"-pp{facts.pipeline_parallel_size}" if facts.pipeline_parallel_size > 1 else ""
+        self.fingerprint = f"headrace-{__version__}-{facts.runner}-tp{facts.tensor_parallel_size}{stages}"
         self.max_model_len = facts.max_seq_len
         self._max_chars = settings.max_prompt_chars or CHARS_PER_TOKEN * facts.max_seq_len
         self._chats = msgspec.json.Decoder(ChatRequest)

@@ -167,7 +167,7 @@ def main() -> None:
     set_process_name(f"headrace:{world.rank}")
     report = Reporter(bootstrap, world)
     try:
-        if world.size != (size := bootstrap.config.tensor_parallel_size):
+        if world.size != (size := bootstrap.config.world_size):
             # Each of them is a world of its own, and would take itself for rank 0.
             raise StartupError(
                 f"MPI says {world.size} ranks, not {size}: mpi4py has loaded {world.version}, which is not what started them"

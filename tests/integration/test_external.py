@@ -192,6 +192,14 @@ def test_another_size_than_that_of_mpirun_is_refused_with_both():
     assert said == "headrace: error: tensor_parallel_size is 2, but mpirun has started 1 ranks: leave it out, or make them equal"
 
 
+def test_the_ranks_of_mpirun_are_dealt_to_stages():
+    code, out, said = run(2, *GENERATE, "--pp", "2")
+    assert (code, out.count("\n")) == (0, 1), said
+    code, out, said = run(2, *GENERATE, "--tp", "2", "--pp", "2")
+    assert (code, out) == (3, "")
+    assert said.startswith("headrace: error: tensor_parallel_size is 2 and pipeline_parallel_size 2, which makes 4 ranks, but mpirun has")
+
+
 def test_a_script_runs_over_the_ranks_and_its_exit_code_is_that_of_mpirun(script):
     code, out, said = run(3, *script, "5")
     assert (code, said) == (5, "")

@@ -50,6 +50,17 @@ def test_ready_brings_the_facts():
         assert executor.state is WorldState.READY
 
 
+def test_a_world_has_the_ranks_of_all_stages():
+    """A8: 2 stages of 2 ranks."""
+    with world(2, stages=2) as executor:
+        facts = executor.facts
+        assert (facts.tensor_parallel_size, facts.pipeline_parallel_size, facts.world_size) == (2, 2, 4)
+        assert {f"rank{rank}" for rank in range(4)} <= pids(executor).keys()
+        assert [rank.rank for rank in executor.ranks()] == [0, 1, 2, 3]
+        (result,) = submit(executor, [1, 2, 3])
+        assert completion(result.result(timeout=LONG)).token_ids == answer([1, 2, 3], 5)
+
+
 def test_the_key_is_off_the_disk_when_every_rank_has_it_and_in_no_command_line_or_environment():
     """A4."""
     with world(2) as executor:

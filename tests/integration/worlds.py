@@ -30,6 +30,7 @@ VOCABULARY = EchoConfig().vocab_size
 def make(
     ranks: int = 1,
     *,
+    stages: int = 1,
     launcher=None,
     start_timeout: float = LONG,
     on_engine_death: RestartPolicy = FAIL,
@@ -38,7 +39,7 @@ def make(
     **echo,
 ) -> GenerationExecutorProxy:
     """An executor that is not started."""
-    config = EngineConfig(model="echo", runner="echo", tensor_parallel_size=ranks, echo=EchoConfig(**echo))
+    config = EngineConfig(model="echo", runner="echo", tensor_parallel_size=ranks, pipeline_parallel_size=stages, echo=EchoConfig(**echo))
     return GenerationExecutorProxy(
         config,
         launcher or MpiLauncher(find_mpi()),

@@ -99,7 +99,7 @@ def llm(monkeypatch):
 
 def test_options_become_settings_and_parameters(llm, capsys):
     options = (
-        "generate Why --model m.gguf --tp 3 --runner echo --dtype bfloat16 --max-batch-size 5 --max-num-tokens 6 --max-seq-len 7 "
+        "generate Why --model m.gguf --tp 3 --pp 2 --runner echo --dtype bfloat16 --max-batch-size 5 --max-num-tokens 6 --max-seq-len 7 "
         "--kv-cache-tokens 8 --threads 9 --mpi mpich --record file --record-prompts --max-tokens 10 --temperature 0.5 --top-k 11 "
         "--trace trace "
         "--top-p 0.9 --seed 12 --stop a --stop b"
@@ -109,6 +109,7 @@ def test_options_become_settings_and_parameters(llm, capsys):
     assert made.settings == {
         "model": "m.gguf",
         "tensor_parallel_size": 3,
+        "pipeline_parallel_size": 2,
         "runner": "echo",
         "dtype": "bfloat16",
         "max_batch_size": 5,
@@ -131,7 +132,16 @@ def test_defaults_are_those_of_the_settings(llm):
     assert main(["generate", "Why"]) == 0
     settings = llm.made[0].settings
     defaults = EngineConfig(model="")
-    for name in ("runner", "dtype", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens", "num_threads"):
+    for name in (
+        "runner",
+        "dtype",
+        "max_batch_size",
+        "max_num_tokens",
+        "max_seq_len",
+        "kv_cache_tokens",
+        "num_threads",
+        "pipeline_parallel_size",
+    ):
         assert settings[name] == getattr(defaults, name)
     assert (settings["model"], settings["tensor_parallel_size"], settings["mpi"]) == ("smollm2-135m", None, "auto")
 
@@ -382,6 +392,7 @@ def test_a_death_during_an_answer_ends_the_run_once(llm, tmp_path, capsys):
     [
         ([], "the following arguments are required: COMMAND"),
         (["generate", "x", "--tp", "0"], "0 is not at least 1"),
+        (["generate", "x", "--pp", "0"], "0 is not at least 1"),
         (["generate", "x", "--tp", "two"], "invalid positive value: 'two'"),
         (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is out of range"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens=0 is out of range"),

@@ -87,18 +87,32 @@ def test_a_rank_that_does_not_become_a_slot(monkeypatch, became, why):
     )
     assert became == []
     assert isinstance(chosen.launcher, MpiLauncher) and chosen.may_restart
-    assert chosen.ranks == (3 if why == "argument" else 1)
+    assert chosen.tensor_parallel_size == (3 if why == "argument" else 1)
 
 
 def test_the_size_is_that_of_the_mpirun(monkeypatch, caplog):
     frontend(monkeypatch, 4)
     with caplog.at_level(logging.INFO, "headrace.executor"):
-        for ranks in (None, 4):
-            chosen = choose(ranks=ranks)
-            assert isinstance(chosen.launcher, ExternalLauncher) and chosen.ranks == 4
+        for wanted, stages, ranks in ((None, 1, 4), (4, 1, 4), (None, 2, 2), (1, 4, 1)):
+            chosen = choose(tensor_parallel_size=wanted, pipeline_parallel_size=stages)
+            assert isinstance(chosen.launcher, ExternalLauncher) and chosen.tensor_parallel_size == ranks
     assert "world: the 4 ranks of the mpirun that started this process" in caplog.text
     with pytest.raises(StartupError, match=r"tensor_parallel_size is 2, but mpirun has started 4 ranks"):
-        choose(ranks=2)
+        choose(tensor_parallel_size=2)
+    with pytest.raises(StartupError, match=r"is 2 and pipeline_parallel_size 3, which makes 6 ranks, but mpirun has started 4 ranks"):
+        choose(tensor_parallel_size=2, pipeline_parallel_size=3)
+    with pytest.raises(
+        StartupError, match=r"mpirun has started 4 ranks, which cannot be dealt to 3 stages \(pipeline_parallel_size\) evenly"
+    ):
+        choose(pipeline_parallel_size=3)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "2"])
+def test_sizes_are_positive_integers(size):
+    with pytest.raises(StartupError, match=f"tensor_parallel_size is {size!r}: it must be an integer of at least 1"):
+        choose(tensor_parallel_size=size)
+    with pytest.raises(StartupError, match=f"pipeline_parallel_size is {size!r}: it must be"):
+        choose(pipeline_parallel_size=size)
 
 
 def test_a_world_of_the_users_mpirun_is_not_restarted(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Which form a world gets: who starts its ranks, and how many there are."""
+"""Which form a world gets: who starts its ranks, and how many share a layer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ VARIABLE = "HEADRACE_LAUNCHER"
 
 
 class Choice(NamedTuple):
-    """``ranks``: of the world. ``may_restart``: whether the launcher can start another after the death of one."""
+    """``tensor_parallel_size``: ranks of a stage. ``may_restart``: whether the launcher can start another after the death of one."""
 
     launcher: Launcher
-    ranks: int
+    tensor_parallel_size: int
     may_restart: bool
 
     def policy(self, wanted: RestartPolicy) -> RestartPolicy:
@@ -40,13 +40,16 @@ class Choice(NamedTuple):
         return wanted
 
 
-def choose(launcher: LauncherName = "auto", mpi: str = "auto", ranks: int | None = None) -> Choice:
+def choose(
+    launcher: LauncherName = "auto", mpi: str = "auto", tensor_parallel_size: int | None = None, pipeline_parallel_size: int = 1
+) -> Choice:
     """Choose, and log what and why. In a rank of the user's mpirun this does not return, except in the frontend.
 
     Args:
         launcher: what the caller wants.
         mpi: an MPI of its own, if not ``auto``; then ranks of another's are no use.
-        ranks: as many; None: as many as there are, one without an mpirun.
+        tensor_parallel_size: ranks of each stage; None: as many as there are for it, one without an mpirun.
+        pipeline_parallel_size: stages.
 
     Raises:
         StartupError: it cannot be had.
@@ -54,6 +57,8 @@ def choose(launcher: LauncherName = "auto", mpi: str = "auto", ranks: int | None
     wanted = _wanted(launcher)
     if mpi == "auto" and wanted != "spawn":
         take_slot()
+    # Where it is said once: no rank of the mpirun comes here.
+    _check(tensor_parallel_size, pipeline_parallel_size)
     given = slots()
     if wanted == "external" and given is None:
         raise StartupError('launcher="external": this process is not in a rank of an mpirun, or it is in MPI on its own account')
@@ -62,11 +67,32 @@ def choose(launcher: LauncherName = "auto", mpi: str = "auto", ranks: int | None
         log.info(
             "world: an MPI job of its own (%s)", asked or ("no mpirun to use" if outer_job() is None else "this rank is not ours to use")
         )
-        return Choice(MpiLauncher(find_mpi(mpi)), ranks or 1, may_restart=True)
-    if ranks is not None and ranks != given.size:
-        raise StartupError(f"tensor_parallel_size is {ranks}, but mpirun has started {given.size} ranks: leave it out, or make them equal")
+        return Choice(MpiLauncher(find_mpi(mpi)), tensor_parallel_size or 1, may_restart=True)
+    tensor_parallel_size = _ranks_of_a_stage(given.size, tensor_parallel_size, pipeline_parallel_size)
     log.info("world: the %d ranks of the mpirun that started this process", given.size)
-    return Choice(ExternalLauncher(given), given.size, may_restart=False)
+    return Choice(ExternalLauncher(given), tensor_parallel_size, may_restart=False)
+
+
+def _check(tensor_parallel_size: int | None, pipeline_parallel_size: int) -> None:
+    for name, size in (("tensor_parallel_size", tensor_parallel_size), ("pipeline_parallel_size", pipeline_parallel_size)):
+        if size is not None and (type(size) is not int or size < 1):
+            raise StartupError(f"{name} is {size!r}: it must be an integer of at least 1")
+
+
+def _ranks_of_a_stage(given: int, tensor_parallel_size: int | None, stages: int) -> int:
+    """Of ``given`` ranks in all. Raises StartupError if that does not come out even."""
+    if tensor_parallel_size is None:
+        if given % stages:
+            raise StartupError(
+                f"mpirun has started {given} ranks, which cannot be dealt to {stages} stages (pipeline_parallel_size) evenly"
+            )
+        return given // stages
+    if tensor_parallel_size * stages != given:
+        times = "" if stages == 1 else f" and pipeline_parallel_size {stages}, which makes {tensor_parallel_size * stages} ranks"
+        raise StartupError(
+            f"tensor_parallel_size is {tensor_parallel_size}{times}, but mpirun has started {given} ranks: leave it out, or make them equal"
+        )
+    return tensor_parallel_size
 
 
 def launch() -> None:
