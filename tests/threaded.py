@@ -39,6 +39,16 @@ class ThreadRank:
         self._world.barrier.wait()
         return gathered
 
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        return self.gather_bytes(data)[0]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        self._world.data[self.rank] = data
+        self._world.barrier.wait()
+        gathered = list(self._world.data)
+        self._world.barrier.wait()
+        return gathered
+
     def _exchange(self, array: Float32) -> list[Float32]:
         self._world.slots[self.rank] = array
         self._world.barrier.wait()
@@ -54,6 +64,7 @@ class ThreadWorld:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
         self.slots: list[Float32 | None] = [None] * size
+        self.data = [b""] * size
         self.ranks = [ThreadRank(self, rank) for rank in range(size)]
         # One thread for each rank, and always the same one: OpenMP and torch keep settings by thread.
         self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(size)]

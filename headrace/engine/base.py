@@ -196,6 +196,12 @@ class Collectives(Protocol):
     def gather_columns(self, array: Float32, widths: Sequence[int]) -> Float32 | None:
         """Rank r gives [rows, widths[r]]; rank 0 gets [rows, sum(widths)], the others None."""
 
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """What rank 0 gives, on every rank; of the others' ``data`` nothing is used."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What each rank gives, in their order, on every rank."""
+
 
 class SingleRank:
     """The collectives of a world of one."""
@@ -209,6 +215,14 @@ class SingleRank:
     def gather_columns(self, array: Float32, widths: Sequence[int]) -> Float32 | None:
         """One rank has all the columns already."""
         return array
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Its own."""
+        return data
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Its own."""
+        return [data]
 
 
 class Runner(Protocol):

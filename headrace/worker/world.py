@@ -59,6 +59,25 @@ class MpiWorld:
         blocks = [received[offsets[r] : offsets[r + 1]].reshape(rows, width) for r, width in enumerate(widths)]
         return np.concatenate(blocks, axis=1)
 
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's, on every rank. Arrays are what crosses: mpi4py would pickle objects."""
+        length = np.array([len(data)], dtype=np.int64)
+        self._comm.Bcast([length, self._mpi.INT64_T], root=0)
+        received = np.zeros(int(length[0]), dtype=np.uint8)
+        if self.rank == 0:
+            received[:] = np.frombuffer(data, dtype=np.uint8)
+        self._comm.Bcast([received, self._mpi.BYTE], root=0)
+        return received.tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Each rank's, on every rank."""
+        lengths = np.zeros(self.size, dtype=np.int64)
+        self._comm.Allgather([np.array([len(data)], dtype=np.int64), self._mpi.INT64_T], [lengths, self._mpi.INT64_T])
+        received = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self._comm.Allgatherv([np.frombuffer(data, dtype=np.uint8), self._mpi.BYTE], [received, lengths.tolist(), self._mpi.BYTE])
+        ends = np.cumsum(lengths).tolist()
+        return [received[end - length : end].tobytes() for end, length in zip(ends, lengths.tolist(), strict=True)]
+
     def abort(self, code: int) -> NoReturn:
         """End every rank, whatever it is doing. Nothing of ours runs after this, in no rank."""
         sys.stdout.flush()

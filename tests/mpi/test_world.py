@@ -36,6 +36,14 @@ def test_gather_columns_of_uneven_widths(world: MpiWorld, rows: int) -> None:
         assert gathered is None
 
 
+def test_bytes_of_any_length_reach_every_rank(world: MpiWorld) -> None:
+    own = bytes(range(world.rank, world.rank + 3)) * world.rank  # rank 0 gives none
+    expected = [bytes(range(rank, rank + 3)) * rank for rank in range(world.size)]
+    assert world.gather_bytes(own) == expected
+    assert world.broadcast_bytes(b"of rank 0, with a \0 in it" if world.rank == 0 else own) == b"of rank 0, with a \0 in it"
+    assert world.broadcast_bytes(own if world.rank == 0 else b"longer") == b""
+
+
 def test_version_names_the_library(world: MpiWorld) -> None:
     name, version = world.version.rsplit(" ", 1)
     assert name in ("Open MPI", "MPICH")
