@@ -6,8 +6,9 @@ from typing import Literal
 
 import msgspec
 
-Runner = Literal["torch", "echo"]
+Runner = Literal["auto", "torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "echo"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 CapacityPolicy = Literal["MAX_UTILIZATION", "GUARANTEED_NO_EVICT"]
 
 
@@ -50,10 +51,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         model: absolute path of a GGUF file or a Hugging Face folder, or ``"echo"``.
         tokenizer: where to read the tokenizer, if not from the model; only grammars need one in the world.
-        runner: who runs the forward pass.
+        runner: who runs the forward pass; ``selection`` puts a name in the place of "auto" before a world starts.
+        runner_reason: why it was chosen, for people.
         tensor_parallel_size: number of ranks that share every layer.
         pipeline_parallel_size: number of stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them.
         dtype: type of weights and activations; auto: float32 on CPU.
+        quantization: type that projections are stored in beside ``dtype``; auto: what the runner takes from the file as it is.
         max_batch_size: most requests in one step.
         max_num_tokens: most tokens in one step, prefill and decode together.
         max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.
@@ -69,17 +72,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         event_buffer_max_size: events of the KV cache that are kept for readers; 0: none.
         iter_stats_max_iterations: steps whose statistics are kept for readers; 0: none.
         max_loras: most LoRA adapters that are loaded, and so that requests of one step use; a request for another one waits until a place
-            is free. 0: none are run.
+            is free. 0: none are run. Runners other than torch run none, whatever this says.
         max_lora_rank: highest rank of an adapter.
         echo: settings of the echo engine.
     """
 
     model: str
     tokenizer: str | None = None
-    runner: Runner = "torch"
+    runner: Runner = "auto"
+    runner_reason: str = ""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     dtype: DType = "auto"
+    quantization: Quantization = "auto"
     max_batch_size: int = 64
     max_num_tokens: int = 2048
     max_seq_len: int | None = None
@@ -119,6 +124,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         max_loras: most LoRA adapters that run at once; 0: none can.
         max_lora_rank: highest rank of one.
         pipeline_parallel_size: stages that share the layers out among them.
+        runner_reason: why the runner was chosen, one clause.
+        quantization: type that projections are stored in; none: that of the others.
     """
 
     model: str
@@ -135,6 +142,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int = 0
     max_lora_rank: int = 0
     pipeline_parallel_size: int = 1
+    runner_reason: str = ""
+    quantization: str = "none"
 
     @property
     def world_size(self) -> int:

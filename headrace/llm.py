@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import msgspec
 
-from headrace.config import CapacityPolicy, DType, EchoConfig, EngineConfig, EngineFacts, Runner
+from headrace.config import CapacityPolicy, DType, EchoConfig, EngineConfig, EngineFacts, Quantization, Runner
 from headrace.errors import ModelError, QueueFullError, RequestError
 from headrace.lora import LoraRequest
 from headrace.operations import EngineOperations
 from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
 from headrace.requests import Prompt, RequestMaker, is_one_prompt
+from headrace.selection import Asked, choose_runner, look
 
 if TYPE_CHECKING:
     from headrace.executor.launchers.forms import LauncherName
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 ProgressListener: TypeAlias = Callable[[int, str, int, int], None]
+
+log = logging.getLogger("headrace")
 
 _DEFAULTS = EngineConfig(model="")
 
@@ -46,8 +50,10 @@ class LLM(EngineOperations):
         tensor_parallel_size: ranks that share every layer; None: as many as the user's mpirun has started for each stage, one where there
             is no mpirun.
         pipeline_parallel_size: stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them.
-        runner: who runs the forward pass.
+        runner: who runs the forward pass; auto: what fits the machine and the other settings, see docs/engines.md. ``facts.runner`` is what
+            was chosen, ``facts.runner_reason`` why.
         dtype: type of weights and activations.
+        quantization: type that projections are stored in.
         max_batch_size: most requests in one step.
         max_num_tokens: most tokens in one step.
         max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.
@@ -59,7 +65,8 @@ class LLM(EngineOperations):
         capacity_scheduler_policy: "MAX_UTILIZATION" or "GUARANTEED_NO_EVICT"; see docs/operations.md.
         event_buffer_max_size: events of the KV cache that are kept for ``get_kv_cache_events``.
         iter_stats_max_iterations: steps whose statistics are kept for ``get_stats``.
-        max_loras: most LoRA adapters that are loaded at once, and that one step uses.
+        max_loras: most LoRA adapters that are loaded at once, and that one step uses. A number above 0 makes ``runner="auto"`` take torch,
+            which alone runs them. None: 4 on torch.
         max_lora_rank: highest rank of one.
         mpi: which MPI starts the world: auto, openmpi, mpich, system, or the path of an mpiexec.
         launcher: "external": the ranks of the mpirun that has started this script are the workers; "spawn": the world is an MPI job of its
@@ -95,6 +102,7 @@ class LLM(EngineOperations):
         pipeline_parallel_size: int = _DEFAULTS.pipeline_parallel_size,
         runner: Runner = _DEFAULTS.runner,
         dtype: DType = _DEFAULTS.dtype,
+        quantization: Quantization = _DEFAULTS.quantization,
         max_batch_size: int = _DEFAULTS.max_batch_size,
         max_num_tokens: int = _DEFAULTS.max_num_tokens,
         max_seq_len: int | None = _DEFAULTS.max_seq_len,
@@ -106,7 +114,7 @@ class LLM(EngineOperations):
         capacity_scheduler_policy: CapacityPolicy = _DEFAULTS.capacity_scheduler_policy,
         event_buffer_max_size: int = _DEFAULTS.event_buffer_max_size,
         iter_stats_max_iterations: int = _DEFAULTS.iter_stats_max_iterations,
-        max_loras: int = _DEFAULTS.max_loras,
+        max_loras: int | None = None,
         max_lora_rank: int = _DEFAULTS.max_lora_rank,
         mpi: str = "auto",
         launcher: LauncherName = "auto",
@@ -134,12 +142,15 @@ class LLM(EngineOperations):
         choice = choose(launcher, mpi, tensor_parallel_size, pipeline_parallel_size)
         if trace is not None:
             prepare(trace)  # before the world is started in vain
+        reason = ""
         if model == "echo":
             path, runner = "echo", "echo"
         else:
             from headrace.checkpoint import resolve_model
 
             path = str(resolve_model(str(model)).resolve())
+            runner, reason = choose_runner(Asked(runner, dtype, quantization, max_loras), look())
+            log.info("runner %s: %s", runner, reason)
         source = tokenizer if tokenizer is not None else (path if path != "echo" else None)
         check_count(postprocess_workers)
         loaded: Tokenizer | None = None
@@ -151,9 +162,11 @@ class LLM(EngineOperations):
             model=path,
             tokenizer=None if tokenizer is None else str(Path(tokenizer).resolve()),
             runner=runner,
+            runner_reason=reason,
             tensor_parallel_size=choice.tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             dtype=dtype,
+            quantization=quantization,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
@@ -165,7 +178,7 @@ class LLM(EngineOperations):
             capacity_scheduler_policy=capacity_scheduler_policy,
             event_buffer_max_size=event_buffer_max_size,
             iter_stats_max_iterations=iter_stats_max_iterations,
-            max_loras=max_loras,
+            max_loras=(_DEFAULTS.max_loras if runner in ("torch", "echo") else 0) if max_loras is None else max_loras,
             max_lora_rank=max_lora_rank,
             echo=echo if echo is not None else EchoConfig(),
         )

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, get_args
 
-from headrace.config import DType, EngineConfig, Runner
+from headrace.config import DType, EngineConfig, Quantization, Runner
 from headrace.errors import RequestError
 from headrace.params import SamplingParams
 
@@ -55,8 +55,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"stages, each of --tp ranks, that share the layers out (default: {_DEFAULTS.pipeline_parallel_size})",
     )
-    group.add_argument("--runner", choices=get_args(Runner), default=_DEFAULTS.runner, help=f"default: {_DEFAULTS.runner}")
+    group.add_argument(
+        "--runner",
+        choices=get_args(Runner),
+        default=_DEFAULTS.runner,
+        help="who runs the model (default: auto: what fits the machine and the model; headrace doctor tells what and why)",
+    )
     group.add_argument("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help=f"default: {_DEFAULTS.dtype}")
+    group.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        default=_DEFAULTS.quantization,
+        help=f"what the projections are stored in (default: {_DEFAULTS.quantization}: as the runner reads them from the file)",
+    )
     for option, name, what in (
         ("--max-batch-size", "max_batch_size", "most requests in one step"),
         ("--max-num-tokens", "max_num_tokens", "most tokens in one step"),
@@ -75,9 +86,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM``. The bar for loading is for people: it is left out where stderr is not a terminal."""
-    names = ("model", "runner", "dtype", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens", "num_threads", "mpi")
+    names = (
+        *("model", "runner", "dtype", "quantization", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens"),
+        *("num_threads", "mpi", "record", "record_prompts", "trace"),
+    )
     return {
-        **{name: getattr(arguments, name) for name in (*names, "record", "record_prompts", "trace")},
+        **{name: getattr(arguments, name) for name in names},
         "tensor_parallel_size": arguments.tp,
         "pipeline_parallel_size": arguments.pp,
         "progress": sys.stderr.isatty(),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli._options import add_debug_option, add_model_options, llm_arguments, positive
+from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.lora import LoraRequest
 from headrace.serve.settings import MIB, ServeSettings
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from headrace.serve.run import Ending, Loaded
 
 _DEFAULTS = ServeSettings()
+_ENGINE = EngineConfig(model="")
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -142,7 +144,9 @@ def _own_names(model: str) -> tuple[str, ...]:
 def serving_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM``."""
     names = ("max_queued_requests", "max_queued_tokens", "on_engine_death", "on_hang", "progress_timeout", "postprocess_workers")
-    return llm_arguments(arguments) | {name: getattr(arguments, name) for name in names}
+    # Adapters that are named decide who runs the model; without any that is open.
+    loras = {"max_loras": _ENGINE.max_loras} if arguments.lora else {}
+    return llm_arguments(arguments) | loras | {name: getattr(arguments, name) for name in names}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -70,6 +70,8 @@ class ModelRunner(Protocol):
 
 def load_runner(config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> ModelRunner:
     """Load this rank's share of the model; every rank calls it. Progress comes in bytes. Raises ModelError."""
+    if config.runner == "auto":
+        raise ModelError("runner 'auto' is a question: headrace.selection puts a name in its place before a world starts")
     if config.runner != "torch":
         raise ModelError(f"runner {config.runner!r} runs no model; use 'torch'")
     # GNU OpenMP spins between parallel regions by default, which starves whoever else needs the cores; read once, when torch is imported.
@@ -118,6 +120,7 @@ class ModelEngine:
             versions=runner.versions,
             max_loras=config.max_loras,
             max_lora_rank=config.max_lora_rank,
+            runner_reason=config.runner_reason,
         )
         self._runner = runner
         self._broadcast = broadcast

@@ -332,7 +332,8 @@ def _check_adapter(lora: object, facts: EngineFacts) -> None:
     if not isinstance(lora, LoraRequest):
         raise RequestError(f"lora must be a LoraRequest, not {type(lora).__name__}")
     if not facts.max_loras:
-        raise RequestError(f"the adapter {lora.name!r} cannot be run: this world runs none")
+        why = "it was made with max_loras=0" if facts.runner == "torch" else f"its runner {facts.runner!r} runs none; start it with 'torch'"
+        raise RequestError(f"the adapter {lora.name!r} cannot be run by this world: {why}")
     if lora.rank > facts.max_lora_rank:
         raise RequestError(f"the adapter {lora.name!r} has rank {lora.rank}; this world was made for at most {facts.max_lora_rank}")
 

@@ -124,6 +124,7 @@ class WorldAnswer(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     model: str
     runner: str
+    runner_reason: str
     dtype: str
     max_seq_len: int | None
     max_batch_size: int | None
@@ -190,6 +191,7 @@ class WorldView:
             restarts=counters["restarts"],
             model=self._model or (PurePath(config.model).stem if facts is None else facts.model),
             runner=config.runner if facts is None else facts.runner,
+            runner_reason=config.runner_reason,
             dtype=config.dtype if facts is None else facts.dtype,
             max_seq_len=None if facts is None else facts.max_seq_len,
             max_batch_size=None if facts is None else facts.max_batch_size,

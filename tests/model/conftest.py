@@ -57,7 +57,7 @@ def smollm2_path() -> str:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: str) -> Iterator[ModelRunner]:
     """The whole model on one rank."""
-    runner = load_runner(EngineConfig(model=smollm2_path), SingleRank(), lambda stage, done, total: None)
+    runner = load_runner(EngineConfig(model=smollm2_path, runner="torch"), SingleRank(), lambda stage, done, total: None)
     yield runner
     runner.close()
 

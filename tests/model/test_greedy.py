@@ -88,7 +88,7 @@ class Ranks:
 
     def __init__(self, path: str, size: int) -> None:
         self.world = ThreadWorld(size)
-        config = EngineConfig(model=path, tensor_parallel_size=size, kv_cache_tokens=2048, num_threads=1)
+        config = EngineConfig(model=path, runner="torch", tensor_parallel_size=size, kv_cache_tokens=2048, num_threads=1)
         self.runners = self.world.run(lambda rank: load_runner(config, self.world.ranks[rank], lambda stage, done, total: None))
         self.leader = self.runners[0]
 
@@ -155,4 +155,6 @@ def test_tensor_parallel_logits(ranks: Ranks, smollm2: ModelRunner, reference: R
 
 def test_more_ranks_than_heads_are_refused(smollm2_path: str) -> None:
     with ThreadWorld(10) as world, pytest.raises(ModelError, match="10 ranks cannot share a model of 9 attention heads"):
-        load_runner(EngineConfig(model=smollm2_path, tensor_parallel_size=10), world.ranks[0], lambda stage, done, total: None)
+        load_runner(
+            EngineConfig(model=smollm2_path, runner="torch", tensor_parallel_size=10), world.ranks[0], lambda stage, done, total: None
+        )

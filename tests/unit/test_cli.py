@@ -101,7 +101,7 @@ def test_options_become_settings_and_parameters(llm, capsys):
     options = (
         "generate Why --model m.gguf --tp 3 --pp 2 --runner echo --dtype bfloat16 --max-batch-size 5 --max-num-tokens 6 --max-seq-len 7 "
         "--kv-cache-tokens 8 --threads 9 --mpi mpich --record file --record-prompts --max-tokens 10 --temperature 0.5 --top-k 11 "
-        "--trace trace "
+        "--trace trace --quantization int8 "
         "--top-p 0.9 --seed 12 --stop a --stop b"
     )
     assert main(options.split()) == 0
@@ -112,6 +112,7 @@ def test_options_become_settings_and_parameters(llm, capsys):
         "pipeline_parallel_size": 2,
         "runner": "echo",
         "dtype": "bfloat16",
+        "quantization": "int8",
         "max_batch_size": 5,
         "max_num_tokens": 6,
         "max_seq_len": 7,
@@ -135,6 +136,7 @@ def test_defaults_are_those_of_the_settings(llm):
     for name in (
         "runner",
         "dtype",
+        "quantization",
         "max_batch_size",
         "max_num_tokens",
         "max_seq_len",

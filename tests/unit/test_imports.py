@@ -46,8 +46,11 @@ LAYERS = {
     "headrace.requests": LEAVES | {"headrace.executor", "headrace.text", "headrace.tracing"},
     "headrace.operations": {"headrace.executor"},
     "headrace.llm": LEAVES
-    | {"headrace.operations", "headrace.requests", "headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"},
+    | {"headrace.operations", "headrace.requests", "headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"}
+    | {"headrace.selection"},
     "headrace.progress": LEAVES,
+    # It looks for packages by their files; none is imported.
+    "headrace.selection": LEAVES,
     # `headrace` itself: the public names; doctor looks at what the executor and the engine would find.
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
     # Datasets are prepared without a world.
@@ -68,7 +71,14 @@ LAYERS = {
         "headrace.worker.guard",
     },
     "headrace.cli._probes": LEAVES
-    | {"headrace", "headrace.cli", "headrace.executor.launchers.mpi", "headrace.checkpoint", "headrace.engine.models"},
+    | {
+        "headrace",
+        "headrace.cli",
+        "headrace.executor.launchers.mpi",
+        "headrace.checkpoint",
+        "headrace.engine.models",
+        "headrace.selection",
+    },
     # It drives executors of both kinds with what it reads from a file.
     "headrace.cli.replay": LEAVES | {"headrace", "headrace.cli", "headrace.executor", "headrace.ipc.recording", "headrace.checkpoint"},
     "headrace.__main__": {"headrace.cli"},

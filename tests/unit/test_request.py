@@ -271,5 +271,10 @@ def test_an_adapter_is_a_folder_with_its_configuration(tmp_path, monkeypatch):
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 9}')
     with pytest.raises(RequestError, match="adapter 'a' has rank 9; this world was made for at most 8"):
         ask(lora=LoraRequest("a", "adapter"))
-    with pytest.raises(RequestError, match="adapter 'a' cannot be run: this world runs none"):
-        Checker(msgspec.structs.replace(FACTS, max_loras=0)).check(GenerationRequest([1], SamplingParams(max_tokens=1), lora=adapter))
+    for runner, why in (
+        ("torch", "it was made with max_loras=0"),
+        ("onnxruntime", "its runner 'onnxruntime' runs none; start it with 'torch'"),
+    ):
+        with pytest.raises(RequestError, match=f"adapter 'a' cannot be run by this world: {why}"):
+            facts = msgspec.structs.replace(FACTS, max_loras=0, runner=runner)
+            Checker(facts).check(GenerationRequest([1], SamplingParams(max_tokens=1), lora=adapter))

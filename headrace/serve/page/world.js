@@ -99,6 +99,7 @@ function show(view) {
     ["Steps", view.engine === null ? "–" : count.format(view.engine.steps)],
     ["Preemptions", view.engine === null ? "–" : count.format(view.engine.preemptions)],
     ["Version", view.version],
+    ["Runner chosen", view.runner_reason || "–"],
   ]);
   showRanks(view.ranks);
   showGauges(view);
