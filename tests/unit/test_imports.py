@@ -85,12 +85,18 @@ LAYERS = {
     "headrace": LEAVES | {"headrace.llm", "headrace.executor.launchers.forms"},
 }
 
+#: what is imported late itself, and so may import what is slow at once
+COMPILERS = {"headrace.engine.runners", "headrace.engine.build"}
+
 #: package of others -> the only places that may import it
 OWNERS = {
     # The common design that the boundary is measured against has sockets of its own.
     "zmq": {"headrace.ipc.zmq_channel", "headrace.bench.boundary.baseline"},
     "mpi4py": {"headrace.worker.world"},
     "torch": {"headrace.engine.runners"},
+    "onnx": COMPILERS,
+    "onnxruntime": COMPILERS,
+    "ml_dtypes": COMPILERS,
     "aiohttp": {"headrace.serve", "headrace.bench.openai_target"},
     "matplotlib": {"headrace.bench.plots"},
     "nvtx": {"headrace.tracing.nvtx"},
@@ -112,7 +118,7 @@ PURE = {
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 
 #: never imported at the top of any module, for each takes long or is needed in one kind of process only
-LATE = {"torch", "llguidance", "matplotlib", "transformers", "huggingface_hub", "onnxruntime", "tensorrt", "nvtx"}
+LATE = {"torch", "llguidance", "matplotlib", "transformers", "huggingface_hub", "onnx", "onnxruntime", "ml_dtypes", "tensorrt", "nvtx"}
 #: the same for what ranks consist of: they have no event loop, and every start of a world would pay for it
 LATE_IN_RANKS = LATE | {"asyncio"}
 RANKS = {"headrace.worker", "headrace.ipc", "headrace.engine", "headrace.tracing"}
@@ -188,7 +194,7 @@ def violations(root: Path) -> list[str]:
                 lines.append(f"{where} by its link at the top of the checkout")
             if name in PURE and top in IMPURE:
                 lines.append(f"{where}; it is a pure module")
-        if not within(name, OWNERS["torch"]):
+        if not within(name, COMPILERS):
             lines += late_violations(name, all_imports)
     return lines
 
