@@ -13,8 +13,9 @@ from headrace.checkpoint import ModelConfig
 from headrace.engine.models import FAMILIES, open_checkpoint
 from headrace.engine.models.from_gguf import open_gguf
 from headrace.errors import ModelError
+from tests.family_models import CONTEXT, LLAMA3, LONGROPE, YARN, Reference, reference_model
 from tests.gguf_writer import Tensor, Typed, f32, gguf_bytes, interleave, write
-from tests.model.test_family_logits import CONTEXT, LLAMA3, LONGROPE, YARN, Reference, reference_model, run
+from tests.model.test_family_logits import run
 
 #: name -> (GGUF's architecture, transformers' configuration class, what differs from the small model)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {

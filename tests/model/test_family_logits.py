@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
-from transformers.utils import logging
 
 from headrace.checkpoint import Checkpoint
 from headrace.config import EngineConfig
@@ -20,115 +14,10 @@ from headrace.engine.models import FAMILIES, open_checkpoint
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners import torch_attention
 from headrace.engine.runners.torch_runner import TorchRunner
+from tests.family_models import CONTEXT, MODELS, Folders, Reference
 from tests.threaded import ThreadWorld
 
-#: its progress bar would leave a thread behind
-logging.disable_progress_bar()
-
 BLOCK = 4
-CONTEXT = 96
-PROMPT = 53
-NEW = 5
-#: two best logits that are closer may swap
-CLOSE = 1e-3
-
-SMALL = {
-    "hidden_size": 60,
-    "intermediate_size": 92,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 211,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 24,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
-#: for the 4 frequencies of heads of 10, of which 0.8 is rotated, and the 5 of the whole heads
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "partial_rotary_factor": 0.8,
-    "short_factor": [1.0, 1.1, 1.2, 1.5],
-    "long_factor": [1.0, 2.0, 3.0, 4.0],
-    "original_max_position_embeddings": 32,
-}
-SHORT_ROPE = LONGROPE | {"original_max_position_embeddings": CONTEXT, "factor": 4.0}
-
-#: name -> (family, transformers' configuration class, what differs from SMALL)
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama", "Llama", {"num_key_value_heads": 3, "tie_word_embeddings": True}),
-    "llama-biases": ("llama", "Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
-    "llama-linear": ("llama", "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
-    "llama3": ("llama", "Llama", {"rope_parameters": LLAMA3, "num_attention_heads": 5, "num_key_value_heads": 5}),
-    "mistral": ("mistral", "Mistral", {"sliding_window": 7, "head_dim": 12}),
-    "qwen2": ("qwen2", "Qwen2", {"rope_parameters": YARN}),
-    "qwen2-window": ("qwen2", "Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
-    "qwen3": ("qwen3", "Qwen3", {"head_dim": 14, "attention_bias": True}),
-    "gemma2": ("gemma2", "Gemma2", {"head_dim": 14, "sliding_window": 11, "query_pre_attn_scalar": 20, "num_key_value_heads": 3}),
-    "gemma3": (
-        "gemma3",
-        "Gemma3Text",
-        {
-            "head_dim": 14,
-            "sliding_window": 11,
-            "query_pre_attn_scalar": 20,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-    "phi3": ("phi3", "Phi3", {"sliding_window": 13}),
-    "phi3-long": ("phi3", "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
-    "phi3-short": ("phi3", "Phi3", {"rope_parameters": SHORT_ROPE, "original_max_position_embeddings": CONTEXT}),
-}
-
-
-def reference_model(kind: str, changes: dict[str, Any]) -> Any:
-    """A model of transformers with weights that keep activations near 1 and make every layer matter."""
-    config = getattr(transformers, f"{kind}Config")(**SMALL | changes, attn_implementation="eager")
-    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(7)
-    # Beside other busy processes more threads take many times as long.
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            numbers = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 2:
-                parameter.copy_(numbers * 1.5 / parameter.shape[1] ** 0.5)
-            elif "norm" in name:
-                # About 1 in all: some families store norms less one.
-                parameter.copy_(parameter + 0.1 * numbers)
-            else:
-                parameter.copy_(0.3 * numbers)
-    return model
-
-
-class Reference:
-    """A prompt, what transformers continues it with, and its logits at every token."""
-
-    def __init__(self, model: Any, prompt_length: int = PROMPT) -> None:
-        tokens = np.random.default_rng(5).integers(0, SMALL["vocab_size"], prompt_length).tolist()
-        self.prompt_length = prompt_length
-        with torch.inference_mode():
-            for _ in range(NEW):
-                logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
-                best = logits[-1].topk(2).values
-                assert best[0] - best[1] > CLOSE, "another seed: this text is too close to call"
-                tokens.append(int(logits[-1].argmax()))
-            self.logits: Float32 = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
-        self.tokens = np.array(tokens, np.int32)
 
 
 def run(checkpoint: Checkpoint, size: int, reference: Reference) -> Float32:
@@ -157,25 +46,14 @@ def run(checkpoint: Checkpoint, size: int, reference: Reference) -> Float32:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
-    """A model's folder and its reference, made once."""
-    made: dict[str, tuple[Path, Reference]] = {}
-
-    def make(name: str) -> tuple[Path, Reference]:
-        if name not in made:
-            _, kind, changes = MODELS[name]
-            model = reference_model(kind, changes)
-            folder = tmp_path_factory.mktemp(name)
-            model.save_pretrained(folder, max_shard_size="60KB")
-            made[name] = folder, Reference(model)
-        return made[name]
-
-    return make
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Models of this module."""
+    return Folders(tmp_path_factory)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_greedy_text_equal_those_of_transformers(name: str, size: int, folders: Callable[[str], tuple[Path, Reference]]) -> None:
+def test_logits_and_greedy_text_equal_those_of_transformers(name: str, size: int, folders: Folders) -> None:
     """A46: chunked prefill and decode, KV heads on one rank and on several, from a folder in shards."""
     folder, reference = folders(name)
     with open_checkpoint(folder) as checkpoint:
@@ -184,9 +62,7 @@ def test_logits_and_greedy_text_equal_those_of_transformers(name: str, size: int
 
 
 @pytest.mark.parametrize("products", [1, 700])
-def test_capped_products_may_be_made_in_pieces(
-    products: int, folders: Callable[[str], tuple[Path, Reference]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capped_products_may_be_made_in_pieces(products: int, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_attention, "CAPPED_PRODUCTS", products)
     folder, reference = folders("gemma2")
     with open_checkpoint(folder) as checkpoint:
@@ -197,7 +73,7 @@ def test_every_family_is_compared() -> None:
     assert {family for family, _, _ in MODELS.values()} == set(FAMILIES)
 
 
-def test_what_a_window_hides_matters(folders: Callable[[str], tuple[Path, Reference]]) -> None:
+def test_what_a_window_hides_matters(folders: Folders) -> None:
     """The comparisons above would notice a window that is one token off."""
     import msgspec
 

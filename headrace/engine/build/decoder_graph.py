@@ -77,7 +77,8 @@ def write_rank_graph(checkpoint: Checkpoint, spec: GraphSpec, ops: OpsMaker, pro
     _declare_inputs(graph, parts)
     _walk(ops(graph, parts), parts)
     _declare_outputs(graph, parts)
-    return graph.finish(f"{checkpoint.name} rank {spec.rank} of {spec.tensor_parallel_size} stage {spec.stage} of {spec.stages}", progress)
+    name = f"{checkpoint.name} rank {spec.rank} of {spec.tensor_parallel_size} stage {spec.stage} of {spec.stages}"
+    return graph.finish(spec, name, progress)
 
 
 def _walk(ops: Ops, parts: Parts) -> None:

@@ -19,6 +19,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from headrace.engine.base import ProgressHook
+from headrace.engine.build.spec import GraphSpec
 
 Array = npt.NDArray[Any]
 
@@ -77,11 +78,13 @@ class RankGraph:
     """A finished graph.
 
     Attributes:
+        spec: which one it is.
         model: its nodes; weights are external: they are in the file that ``save`` writes, or come from ``arrays``.
         weights: name -> what it is, in the order in which they are read.
     """
 
-    def __init__(self, model: onnx.ModelProto, groups: Sequence[_Group], progress: ProgressHook) -> None:
+    def __init__(self, spec: GraphSpec, model: onnx.ModelProto, groups: Sequence[_Group], progress: ProgressHook) -> None:
+        self.spec = spec
         self.model = model
         self.weights = {info.name: info for group in groups for info in group.infos}
         self._groups = groups
@@ -246,13 +249,13 @@ class Graph:
         self._groups.append(_Group(tuple(infos), read))
         return names
 
-    def finish(self, name: str, progress: ProgressHook) -> RankGraph:
+    def finish(self, spec: GraphSpec, name: str, progress: ProgressHook) -> RankGraph:
         """The model; nothing may be added any more."""
         initializers = [*self._constants.values(), *(_external(info) for group in self._groups for info in group.infos)]
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, initializers, value_info=self._values)
         opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(domain, version) for domain, version in self._domains.items())]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="headrace")
-        return RankGraph(model, self._groups, progress)
+        return RankGraph(spec, model, self._groups, progress)
 
     def _declare(self, name: str, dtype: str) -> None:
         if name in self._dtypes:

@@ -24,17 +24,15 @@ Layers are counted in the whole model. Heads and vocabulary are those of the ran
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 
 from headrace.checkpoint.config import ModelConfig
-from headrace.engine.models.shard import Shard, partition
+from headrace.engine.build.manifest import EngineDType, Flavour, Quantization
+from headrace.engine.models.shard import Shard
+from headrace.engine.models.stage import Stage
 from headrace.errors import ModelError
-
-GraphDType = Literal["float32", "float16", "bfloat16"]
-Quantization = Literal["none", "int8", "int4"]
-Flavour = Literal["portable", "serving"]
 
 INPUT_IDS = "input_ids"
 HIDDEN_IN = "hidden_in"
@@ -79,12 +77,12 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank: int = 0
     stages: int = 1
     stage: int = 0
-    dtype: GraphDType = "float32"
+    dtype: EngineDType = "float32"
     quantization: Quantization = "none"
     flavour: Flavour = "portable"
 
     def __post_init__(self) -> None:
-        for name, choices in (("dtype", GraphDType), ("quantization", Quantization), ("flavour", Flavour)):
+        for name, choices in (("dtype", EngineDType), ("quantization", Quantization), ("flavour", Flavour)):
             if getattr(self, name) not in get_args(choices):
                 raise ModelError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(get_args(choices))}")
         if not 0 <= self.rank < self.tensor_parallel_size:
@@ -111,10 +109,8 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Shard.of(config, self.rank, self.tensor_parallel_size)
 
     def layers(self, config: ModelConfig) -> range:
-        """Layers of the stage. Raises ModelError if there are more stages than layers."""
-        if self.stages > config.num_layers:
-            raise ModelError(f"{self.stages} stages cannot share {config.num_layers} layers: each stage needs at least one")
-        return range(*partition(config.num_layers, self.stages, self.stage))
+        """Layers of the stage, in the whole model. Raises ModelError if there are more stages than layers."""
+        return Stage.of(config, self.stage, self.stages).layers
 
     def check(self, config: ModelConfig) -> None:
         """Raise ModelError if this model has no such graph."""

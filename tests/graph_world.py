@@ -1,0 +1,178 @@
+"""Graphs of all ranks and stages in one process, run by onnxruntime: a thread for each rank, no MPI, no file."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from headrace.checkpoint import Checkpoint
+from headrace.engine.base import Collectives, Float32
+from headrace.engine.build.decoder_graph import write_rank_graph
+from headrace.engine.build.graph import RankGraph
+from headrace.engine.build.portable import PortableOps
+from headrace.engine.build.spec import (
+    COLLECTIVE,
+    HIDDEN_IN,
+    HIDDEN_OUT,
+    INPUT_IDS,
+    LOGITS,
+    POSITION_IDS,
+    SAMPLE_INDICES,
+    WRITE_INDICES,
+    GraphSpec,
+    past,
+    present,
+)
+from tests.threaded import ThreadWorld
+
+Array = npt.NDArray[Any]
+
+_here = threading.local()
+
+
+@functools.cache
+def library() -> str:
+    """The library of operators in Python, with the sum over ranks among them: it goes to the collectives of the thread that runs."""
+    from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
+
+    integer, text = PyCustomOpDef.dt_int64, PyCustomOpDef.dt_string
+
+    @onnx_op(  # type: ignore[misc]
+        op_type=COLLECTIVE,
+        inputs=[PyCustomOpDef.dt_float],
+        outputs=[PyCustomOpDef.dt_float],
+        attrs={"collective_operation": text, "reduce_op": text, "root": integer, "nb_rank": integer, "group_size": integer},
+    )
+    def all_reduce(partial: Float32, **attributes: object) -> Float32:
+        collectives: Collectives = _here.collectives
+        assert attributes == {
+            "collective_operation": "all_reduce",
+            "reduce_op": "sum",
+            "root": -1,
+            "nb_rank": collectives.size,
+            "group_size": 0,
+        }
+        total = np.array(partial, np.float32, order="C")
+        collectives.all_reduce(total)
+        return total
+
+    path: str = get_library_path()
+    return path
+
+
+def session_of(graph: RankGraph) -> ort.InferenceSession:
+    """A session of one thread, with weights from memory."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    if graph.spec.tensor_parallel_size > 1:
+        options.register_custom_ops_library(library())
+    names, values = [], []
+    for name, array in graph.arrays():
+        names.append(name)
+        values.append(ort.OrtValue.ortvalue_from_numpy(array))
+    options.add_external_initializers(names, values)
+    return ort.InferenceSession(graph.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+class GraphRank:
+    """One rank of one stage, with rows of KV cache that it updates in place."""
+
+    def __init__(self, graph: RankGraph, checkpoint: Checkpoint, batch: int, garbage: float) -> None:
+        spec, config = graph.spec, checkpoint.config
+        self.spec = spec
+        self.session = session_of(graph)
+        shape = (batch, spec.shard(config).num_kv_heads, spec.max_seq_len, config.head_dim)
+        rng = np.random.default_rng(spec.rank)
+        kind = np.float16 if spec.dtype == "float16" else np.float32
+        self.caches = {
+            names: ort.OrtValue.ortvalue_from_numpy((rng.standard_normal(shape) * garbage).astype(kind))
+            for layer in spec.layers(config)
+            for names in zip(past(layer), present(layer), strict=True)
+        }
+
+    def run(self, inputs: dict[str, Array]) -> Array:
+        """What the stage gives: logits or the residual stream."""
+        binding = self.session.io_binding()
+        # First: outputs come back in the order in which they were bound.
+        binding.bind_output(LOGITS if self.spec.is_last else HIDDEN_OUT)
+        for name in (value.name for value in self.session.get_inputs()):
+            if name in inputs:
+                binding.bind_cpu_input(name, np.ascontiguousarray(inputs[name]))
+        for (old, new), cache in self.caches.items():
+            binding.bind_ortvalue_input(old, cache)
+            binding.bind_ortvalue_output(new, cache)
+        self.session.run_with_iobinding(binding)
+        result: Array = binding.get_outputs()[0].numpy()
+        return result
+
+
+class GraphWorld:
+    """All ranks of all stages of a model; ``with`` ends its threads."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        size: int = 1,
+        stages: int = 1,
+        *,
+        max_seq_len: int,
+        batch: int = 1,
+        dtype: str = "float32",
+        garbage: float = 100.0,
+        ops: Any = PortableOps,
+    ) -> None:
+        if size > 1:
+            # Here, since an operator that two threads declare is there twice.
+            library()
+        self._world = ThreadWorld(size)
+
+        def make(rank: int) -> list[GraphRank]:
+            specs = [
+                GraphSpec(tensor_parallel_size=size, rank=rank, stages=stages, stage=stage, dtype=dtype, max_seq_len=max_seq_len)  # type: ignore[arg-type]
+                for stage in range(stages)
+            ]
+            graphs = [write_rank_graph(checkpoint, spec, ops, lambda stage, done, total: None) for spec in specs]
+            return [GraphRank(graph, checkpoint, batch, garbage) for graph in graphs]
+
+        try:
+            self.ranks = self._world.run(make)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def step(self, tokens: Sequence[Sequence[int]], starts: Sequence[int], *, samples: Sequence[int] | None = None) -> Float32:
+        """Logits [samples, vocabulary] of new tokens of each row, right-padded; samples: None: of every token, without padding."""
+        longest = max(map(len, tokens))
+        ids = np.zeros((len(tokens), longest), np.int64)
+        for row, own in enumerate(tokens):
+            ids[row, : len(own)] = own
+        places = [row * longest + place for row, own in enumerate(tokens) for place in range(len(own))]
+        inputs: dict[str, Array] = {
+            INPUT_IDS: ids,
+            POSITION_IDS: np.array(starts, np.int64)[:, None] + np.arange(longest),
+            WRITE_INDICES: np.array(starts, np.int64),
+            SAMPLE_INDICES: np.array(places if samples is None else samples, np.int64),
+        }
+
+        def run(rank: int) -> Array:
+            _here.collectives = self._world.ranks[rank]
+            result: Array = np.empty(0)
+            for stage in self.ranks[rank]:
+                result = stage.run(inputs | {HIDDEN_IN: result})
+            return result
+
+        return np.concatenate(self._world.run(run), axis=1)
+
+    def __enter__(self) -> GraphWorld:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._world.__exit__()
