@@ -185,7 +185,7 @@ class Engine(Protocol):
 
 
 class Collectives(Protocol):
-    """What the ranks of one world do together inside a step. Arrays are C-contiguous float32 and live on the CPU."""
+    """What ranks do together inside a step: those of a world, or of a group. Arrays are C-contiguous float32 and live on the CPU."""
 
     rank: int
     size: int
@@ -201,6 +201,17 @@ class Collectives(Protocol):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """What each rank gives, in their order, on every rank."""
+
+    def send(self, array: Float32, to: int) -> None:
+        """Give ``array`` to another rank, which must ``receive`` it; returns when that has begun, or after it."""
+
+    def receive(self, array: Float32, source: int) -> None:
+        """Fill ``array`` with what another rank sends: one of the same size."""
+
+    def split(self, members: Sequence[int]) -> Collectives:
+        """Those of ``members``, ascending ranks of this world. Every rank calls it, with the group that it is in; there it has the number
+        of its place among them.
+        """
 
 
 class SingleRank:
@@ -223,6 +234,18 @@ class SingleRank:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Its own."""
         return [data]
+
+    def send(self, array: Float32, to: int) -> None:
+        """There is no other rank."""
+        raise ValueError(f"a world of one has no rank {to}")
+
+    def receive(self, array: Float32, source: int) -> None:
+        """There is no other rank."""
+        raise ValueError(f"a world of one has no rank {source}")
+
+    def split(self, members: Sequence[int]) -> Collectives:
+        """The group of one is the world of one."""
+        return self
 
 
 class Runner(Protocol):

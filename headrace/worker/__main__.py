@@ -122,7 +122,7 @@ def lead(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     control = bootstrap.address("control")
     desk = LaneDesk(connect_pair, LaneReady(facts, control.endpoint, Buffer(key)))
     # Where there is something to watch: known to all that has been made by the first call.
-    tracer = RankTracer(world.rank, lambda: [*leader.trace_points(), *plans.trace_points(), *runner_points(runner, world)])
+    tracer = RankTracer(world.rank, lambda: [*leader.trace_points(), *plans.trace_points(), *runner_points(runner, world.parts)])
     calls = RankCalls(plans, RankProfiler(runner, world.rank, tracer))
     leader = Leader(engine, requests, results, ZmqPoller(), desk, calls)
     if ranges is not None:
@@ -149,7 +149,7 @@ def follow(bootstrap: Bootstrap, world: MpiWorld, report: Reporter) -> None:
     plans = connect_pair(bootstrap.address("plan", world.rank), bootstrap.key)
     plans.send(Connected())
     runner, _ = load(bootstrap, world, report)
-    tracer = RankTracer(world.rank, lambda: [*follower.trace_points(), *runner_points(runner, world)])
+    tracer = RankTracer(world.rank, lambda: [*follower.trace_points(), *runner_points(runner, world.parts)])
     follower = Follower(runner, plans, RankProfiler(runner, world.rank, tracer))
     if ranges is not None:
         tracer.annotate(ranges)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.engine.base import Runner
@@ -10,12 +10,16 @@ from headrace.tracing.hooks import Hooks, Point
 from headrace.tracing.nvtx import NvtxRanges
 from headrace.tracing.spans import ProcessTrace, SpanRing
 
+#: methods of ``engine.base.Collectives``, and what they are called in a trace
+SHARED = (("all_reduce", "all_reduce"), ("gather_columns", "gather"), ("send", "send"), ("receive", "receive"))
 
-def runner_points(runner: Runner, collectives: Any = None) -> list[Point]:
-    """Of every rank. ``collectives``: what the runner does with the other ranks; see ``engine.base.Collectives``."""
+
+def runner_points(runner: Runner, groups: Sequence[Any] = ()) -> list[Point]:
+    """Of every rank. ``groups``: what the runner does with other ranks, those of the world first; see ``engine.base.Collectives``."""
     points = [Point(runner, "execute", "forward")]
-    if collectives is not None and collectives.size > 1:
-        points += [Point(collectives, "all_reduce", "all_reduce"), Point(collectives, "gather_columns", "gather")]
+    for ranks in groups:
+        if ranks.size > 1:
+            points += [Point(ranks, name, shown) for name, shown in SHARED]
     return points
 
 

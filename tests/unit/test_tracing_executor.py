@@ -165,5 +165,11 @@ def test_collectives_are_watched_where_there_are_others():
             self.size = size
 
     runner = EchoRunner(EchoConfig(), 0, lambda *at: None)
-    assert [point.name for point in runner_points(runner, Collectives(1))] == ["forward"]
-    assert [point.name for point in runner_points(runner, Collectives(2))] == ["forward", "all_reduce", "gather"]
+    assert [point.name for point in runner_points(runner, [Collectives(1)])] == ["forward"]
+    assert [point.name for point in runner_points(runner, [Collectives(2), Collectives(1)])] == [
+        "forward",
+        "all_reduce",
+        "gather",
+        "send",
+        "receive",
+    ]

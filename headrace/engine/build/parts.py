@@ -19,6 +19,7 @@ from headrace.engine.models.decoder import Activation, Axis, Share, Weight
 from headrace.engine.models.loading import ShardReader
 from headrace.engine.models.rope import frequencies
 from headrace.engine.models.shard import Shard
+from headrace.engine.models.stage import Stage
 
 Read = Callable[[], Float32]
 
@@ -150,10 +151,11 @@ class Parts:
         self.spec = spec
         spec.check(model)
         self.shard = spec.shard(model)
+        stage = Stage.of(model, spec.stage, spec.stages)
         self._family = family_of(model)
-        self._reader = ShardReader(checkpoint, self._family, self.shard, _no_progress)
+        self._reader = ShardReader(checkpoint, self._family, self.shard, stage, _no_progress)
         # The embedding is whole on every rank: a row of it costs less than a sum over ranks.
-        self._whole = ShardReader(checkpoint, self._family, Shard.of(model, 0, 1), _no_progress)
+        self._whole = ShardReader(checkpoint, self._family, Shard.of(model, 0, 1), stage, _no_progress)
 
     def embedding(self) -> Embedding:
         """Of the first stage."""

@@ -1,4 +1,4 @@
-"""Reads one rank's share of a checkpoint and says how far it is."""
+"""Reads one rank's share of a stage of a checkpoint and says how far it is."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from headrace.checkpoint import Checkpoint
 from headrace.engine.base import Float32, ProgressHook
 from headrace.engine.models.decoder import Axis, DecoderFamily, Weight
 from headrace.engine.models.shard import Shard
+from headrace.engine.models.stage import Stage
 
 
 class ShardReader:
     """Slices of the weights of one rank, read when asked for; progress is in bytes of the file, this rank's share of them."""
 
-    def __init__(self, checkpoint: Checkpoint, family: DecoderFamily, shard: Shard, progress: ProgressHook) -> None:
+    def __init__(self, checkpoint: Checkpoint, family: DecoderFamily, shard: Shard, stage: Stage, progress: ProgressHook) -> None:
         self._checkpoint = checkpoint
         self._shard = shard
         self._progress = progress
-        self._total = sum(self._nbytes(weight) for weight in family.weights(checkpoint.config))
+        self._total = sum(self._nbytes(weight) for weight in stage.weights(family, checkpoint.config))
         self._done = 0
         # What a norm weight is stored less.
         self._offset = 0.0 if checkpoint.config.norms_are_complete else family.norm_offset

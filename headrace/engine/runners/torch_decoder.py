@@ -1,4 +1,4 @@
-"""One rank's share of a decoder in PyTorch: its weights, and what they compute. What a family has is in its description, not here.
+"""One rank's share of a stage of a decoder in PyTorch: weights, and what they compute. What a family has is in its description, not here.
 
 Weights and KV cache are stored in the chosen type; the residual stream, attention and the sums over ranks are float32.
 Shapes: T tokens of the step.
@@ -22,6 +22,7 @@ from headrace.engine.models.decoder import Activation, Weight
 from headrace.engine.models.loading import ShardReader
 from headrace.engine.models.rope import frequencies
 from headrace.engine.models.shard import Shard
+from headrace.engine.models.stage import Stage
 from headrace.engine.runners.torch_attention import AttentionKind, StepIndex
 from headrace.engine.runners.torch_layers import Linear, interleave_rotary, linear, rms_norm, rotary_table, rotate, zeros
 from headrace.engine.runners.torch_lora import AdapterRows
@@ -32,6 +33,7 @@ class Layer:
     """One block's share. Norms that the family lacks are None.
 
     Attributes:
+        index: number in the whole model.
         qkv: query, key and value heads.
         head_norms: of each query and key head, [heads, head_dim].
         cache: [num_blocks, tokens_per_block, 2 * kv_heads, head_dim].
@@ -58,13 +60,15 @@ class TorchDecoder:
 
     Attributes:
         windows: those of its layers' attention, for ``StepIndex.of``.
-        layers: in their order.
+        layers: those of its stage, in their order.
         shard: what it has of each.
+        stage: which layers, and what it has beside them.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
+        stage: Stage,
         collectives: Collectives,
         dtype: torch.dtype,
         progress: ProgressHook,
@@ -73,24 +77,29 @@ class TorchDecoder:
         tokens_per_block: int,
         max_seq_len: int,
     ) -> None:
-        """Load this rank's share. Raises ModelError if the model or its split is not possible."""
+        """Load this rank's share. ``collectives``: of its stage's ranks. Raises ModelError if the model or its split is not possible."""
         self._model = model = checkpoint.config
         self._family = family = family_of(model)
         self._collectives = collectives
         self._dtype = dtype
+        self.stage = stage
         self.shard = shard = Shard.of(model, collectives.rank, collectives.size)
         self._vocabulary_widths = [
             stop - start for start, stop in (Shard.of(model, rank, collectives.size).vocabulary for rank in range(collectives.size))
         ]
-        self._reader = reader = ShardReader(checkpoint, family, shard, progress)
-        embedding = reader.read(family.embedding)
-        self._embedding = torch.from_numpy(embedding).to(dtype)
+        self._reader = reader = ShardReader(checkpoint, family, shard, stage, progress)
+        tied = stage.is_last and model.tie_word_embeddings
+        embedding = reader.read(family.embedding) if stage.is_first or tied else None
+        self._embedding = torch.from_numpy(embedding).to(dtype) if embedding is not None and stage.is_first else None
         self._embedding_scale = math.sqrt(model.hidden_size) if family.scaled_embedding else 1.0
         # One zeroed tensor for all layers: it is the bulk of the memory, and takes it only as blocks are first used.
-        self._cache = zeros((model.num_layers, num_blocks, tokens_per_block, 2 * shard.num_kv_heads, model.head_dim), dtype)
-        self.layers = [self._load_layer(index, self._cache[index]) for index in range(model.num_layers)]
-        self._final_norm = torch.from_numpy(reader.read_norm(family.final_norm))
-        self._head = linear(embedding if model.tie_word_embeddings else reader.read(family.head), dtype)
+        self._cache = zeros((len(stage.layers), num_blocks, tokens_per_block, 2 * shard.num_kv_heads, model.head_dim), dtype)
+        self.layers = [self._load_layer(index, cache) for index, cache in zip(stage.layers, self._cache, strict=True)]
+        self._final_norm: Tensor | None = None
+        self._head: Linear | None = None
+        if stage.is_last:
+            self._final_norm = torch.from_numpy(reader.read_norm(family.final_norm))
+            self._head = linear(embedding if tied and embedding is not None else reader.read(family.head), dtype)
         self.windows = tuple({layer.kind.window: None for layer in self.layers})
         self._activation = F.silu if family.activation is Activation.SILU else _gelu_tanh
         # By ``Layer.local``.
@@ -159,9 +168,8 @@ class TorchDecoder:
             self._cache[:, target, :count] = self._cache[:, source, :count]
             self._cache[:, target, count:] = 0
 
-    def forward(self, index: StepIndex, adapters: Sequence[AdapterRows] = ()) -> Tensor:
-        """The residual stream behind the last layer, [T, hidden]."""
-        x = self._embed(index.tokens)
+    def forward(self, x: Tensor, index: StepIndex, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+        """The residual stream behind the last layer, [T, hidden], from that before the first; in its place."""
         rotations = {local: table[index.positions] for local, table in self._rotations.items()}
         for layer in self.layers:
             x += self._attention(layer, x, rotations[layer.local], index, adapters)
@@ -169,7 +177,8 @@ class TorchDecoder:
         return x
 
     def logits(self, x: Tensor) -> Float32 | None:
-        """Of rows of the residual stream, [rows, hidden]: [rows, vocabulary] on rank 0."""
+        """Of rows of the residual stream, [rows, hidden], in the last stage: [rows, vocabulary] on its first rank."""
+        assert self._final_norm is not None and self._head is not None
         x = self._head(self._norm(x, self._final_norm))
         if self._model.final_softcap is not None:
             x = x.div_(self._model.final_softcap).tanh_().mul_(self._model.final_softcap)
@@ -179,10 +188,12 @@ class TorchDecoder:
         """Drop weights and cache. May be called again."""
         if self.layers:
             self.layers.clear()
-            del self._embedding, self._head, self._cache
+            self._embedding = self._head = None
+            del self._cache
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """[T, hidden]. Each rank has the rows of its part of the vocabulary and adds zeros for the others."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T, hidden], in the first stage. Each rank has the rows of its part of the vocabulary and adds zeros for the others."""
+        assert self._embedding is not None
         if self._collectives.size == 1:
             x = F.embedding(tokens, self._embedding).float()
         else:

@@ -15,6 +15,7 @@ from headrace.engine.base import Float32, Int32
 from headrace.engine.models import family_of
 from headrace.engine.models.adapters import AdapterFile
 from headrace.engine.models.shard import Shard
+from headrace.engine.models.stage import Stage
 from headrace.engine.runners.torch_layers import interleave_rotary
 
 #: products of a layer -> the projections, fields of DecoderFamily, whose rows it stacks
@@ -29,12 +30,12 @@ class LowRank(NamedTuple):
 
 
 class TorchAdapter:
-    """This rank's share of one adapter."""
+    """This rank's share of one adapter, in the layers of its stage."""
 
-    def __init__(self, file: AdapterFile, model: ModelConfig, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(self, file: AdapterFile, model: ModelConfig, shard: Shard, stage: Stage, dtype: torch.dtype) -> None:
         self._products = {
             (layer, product): low_rank
-            for layer in range(model.num_layers)
+            for layer in stage.layers
             for product in PRODUCTS
             if (low_rank := _load(file, product, layer, model, shard, dtype)) is not None
         }

@@ -17,10 +17,12 @@ from headrace.config import EngineConfig
 from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
 from headrace.engine.kv_cache import cache_limits
 from headrace.engine.models.adapters import AdapterFile
+from headrace.engine.models.stage import Stage
+from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan, decode_loads
 from headrace.engine.runners.torch_attention import StepIndex
 from headrace.engine.runners.torch_decoder import TorchDecoder
-from headrace.engine.runners.torch_lora import TorchAdapter, adapter_rows
+from headrace.engine.runners.torch_lora import AdapterRows, TorchAdapter, adapter_rows
 from headrace.engine.runners.torch_profile import TorchProfile
 from headrace.errors import HeadraceError
 
@@ -40,7 +42,7 @@ class TorchRunner:
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, collectives: Collectives, progress: ProgressHook) -> None:
-        """Load this rank's share. Raises ModelError if the model, its split or its context is not possible."""
+        """Load its share, among all ranks. Raises ModelError if the model, its split or its context is not possible."""
         num_blocks, max_seq_len = cache_limits(config, checkpoint.config.max_seq_len)
         dtype = DTYPES[config.dtype]
         torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // collectives.size))
@@ -48,7 +50,8 @@ class TorchRunner:
         self.model_config: ModelConfig = checkpoint.config
         self.dtype = str(dtype).removeprefix("torch.")
         self.versions = {"torch": str(torch.__version__)}
-        self._collectives = collectives
+        self._pipeline = pipeline = Pipeline(config, collectives)
+        place = pipeline.place
         self._tokens_per_block = config.tokens_per_block
         self._dtype = dtype
         self._max_lora_rank = config.max_lora_rank
@@ -59,7 +62,8 @@ class TorchRunner:
         self._profile: TorchProfile | None = None
         self._decoder = TorchDecoder(
             checkpoint,
-            collectives,
+            Stage.of(checkpoint.config, place.stage, place.pipeline_parallel_size),
+            pipeline.group,
             dtype,
             progress,
             num_blocks=num_blocks,
@@ -81,8 +85,20 @@ class TorchRunner:
             self._decoder.copy_blocks(plan.copies)
             index = StepIndex.of(plan, self._tokens_per_block, self._decoder.windows)
             adapters = tuple(adapter_rows(plan.adapters, plan.lengths, self._adapters)) if len(plan.adapters) else ()
-            x = self._decoder.forward(index, adapters)
-            return self._decoder.logits(x[index.samples]) if len(plan.samples) else self._no_logits()
+            return self._run(index, adapters)
+
+    def _run(self, index: StepIndex, adapters: Sequence[AdapterRows]) -> Float32 | None:
+        decoder, pipeline, model = self._decoder, self._pipeline, self.model_config
+        if decoder.stage.is_first:
+            x = decoder.embed(index.tokens)
+        else:
+            x = torch.from_numpy(pipeline.receive(len(index.tokens), model.hidden_size))
+        x = decoder.forward(x, index, adapters)
+        if not decoder.stage.is_last:
+            pipeline.send(x.numpy())
+        rows = len(index.samples)
+        logits = decoder.logits(x[index.samples]) if decoder.stage.is_last and rows else None
+        return pipeline.bring_logits(logits, rows, model.vocab_size)
 
     def take_failed_adapters(self) -> dict[int, str]:
         """Of the last plan's loads those that failed on any rank: slot -> why. Their slots are empty, and their rows were run without."""
@@ -107,26 +123,24 @@ class TorchRunner:
     def _load_adapters(self, encoded: Int32) -> None:
         """Every rank loads its share, or none keeps any: whether it worked is summed over ranks, so that all go on alike."""
         loads = list(decode_loads(encoded))
-        rank, size = self._collectives.rank, self._collectives.size
+        world = self._pipeline.world
+        rank, size = world.rank, world.size
         failures = np.zeros((len(loads), size), np.float32)
         reasons: dict[int, str] = {}
         for place, (slot, path) in enumerate(loads):
             self._adapters.pop(slot, None)
             try:
                 with AdapterFile(path, self.model_config, self._max_lora_rank) as file:
-                    self._adapters[slot] = TorchAdapter(file, self.model_config, self._decoder.shard, self._dtype)
+                    self._adapters[slot] = TorchAdapter(file, self.model_config, self._decoder.shard, self._decoder.stage, self._dtype)
             except (HeadraceError, OSError, ValueError) as error:
                 log.error("rank %d could not load the LoRA adapter %s", rank, path, exc_info=error)
                 failures[place, rank] = 1
                 reasons[place] = str(error)
         if size > 1:
-            self._collectives.all_reduce(failures)
+            world.all_reduce(failures)
         for place in np.flatnonzero(failures.any(axis=1)).tolist():
             slot, path = loads[place]
             self._adapters.pop(slot, None)
             ranks = ", ".join(map(str, np.flatnonzero(failures[place]).tolist()))
             why = reasons.get(place, "see the log of that rank")
             self._failed_adapters[slot] = f"the LoRA adapter {path} could not be loaded on rank {ranks}: {why}"
-
-    def _no_logits(self) -> Float32 | None:
-        return np.empty((0, self.model_config.vocab_size), dtype=np.float32) if self._collectives.rank == 0 else None
