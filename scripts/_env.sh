@@ -17,7 +17,7 @@ unset PYTHONDONTWRITEBYTECODE
 env_help() {
     cat <<TEXT
 Environment:
-  PYTHON=PATH       interpreter for the environment; default: the newest of python3.13 to python3.10 that works
+  PYTHON=PATH       interpreter for the environment; default: the newest of python3.13 to python3.11 that works
   TORCH_SPEC=SPEC   what pip installs as torch; now: $TORCH_SPEC
   PIP_*             pip's own variables, for example PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS
 
@@ -29,23 +29,23 @@ TEXT
 
 # An interpreter that runs and can make environments: a shim of a version manager may be on PATH and not work, and Debian splits venv off.
 python_works() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1
 }
 
 choose_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]]; then
-        python_works "$PYTHON" || die "PYTHON=$PYTHON does not run, is not Python 3.10 to 3.13, or lacks the modules venv and ensurepip"
+        python_works "$PYTHON" || die "PYTHON=$PYTHON does not run, is not Python 3.11 to 3.13, or lacks the modules venv and ensurepip"
         printf '%s' "$PYTHON"
         return
     fi
-    for candidate in python3.13 python3.12 python3.11 python3.10 python3 python; do
+    for candidate in python3.13 python3.12 python3.11 python3 python; do
         if python_works "$candidate"; then
             printf '%s' "$candidate"
             return
         fi
     done
-    die "no Python 3.10 to 3.13 with the modules venv and ensurepip on PATH
+    die "no Python 3.11 to 3.13 with the modules venv and ensurepip on PATH
   on Debian and Ubuntu: apt install python3 python3-venv
   elsewhere: install one from python.org, or name yours with PYTHON=/path/to/python"
 }

@@ -181,7 +181,7 @@ class OpenAITarget:
                     if response.status in (401, 403):
                         deadline = loop.time()  # no waiting gives the right to ask
                 fault = f"HTTP {response.status}: {_message(said)}"
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 fault = _fault(error, self._timeout)
             if loop.time() + RETRY > deadline:
                 raise HeadraceError(f"{url}: {fault}")
@@ -208,7 +208,7 @@ class OpenAITarget:
                     raise self._failed(f"HTTP {response.status}", _message(await _read(response, MAX_ERROR)))
                 begun = True
                 return await self._stream(sample, response, arrived)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._failed(_fault(error, self._timeout, begun), str(error)) from None
 
     async def _stream(self, sample: Sample, response: aiohttp.ClientResponse, arrived: Callable[[int], None]) -> Answer:

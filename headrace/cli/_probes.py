@@ -63,8 +63,8 @@ def python() -> Finding:
     found = f"{version} at {sys.executable}; headrace {__version__}; {platform.platform()}"
     if not sys.platform.startswith("linux"):
         return Finding("python", "missing", f"{found}; headrace runs on Linux only")
-    if not (3, 10) <= sys.version_info[:2] < (3, 14):
-        return Finding("python", "note", f"{found}; tested are 3.10 to 3.13")
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        return Finding("python", "note", f"{found}; tested are 3.11 to 3.13")
     return Finding("python", "ok", found)
 
 

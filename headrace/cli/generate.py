@@ -9,7 +9,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli._interrupts import run_until_interrupted
 from headrace.cli._options import add_debug_option, add_model_options, add_sampling_options, llm_arguments, sampling_params
 from headrace.cli._prompts import read_prompts
 from headrace.errors import RequestError
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         chat = bool(llm.tokenizer.chat_template) if arguments.chat is None else arguments.chat
         printer = Printer(prompts, arguments.stream, arguments.json)
         job = Job(llm, params, chat, printer)
-        run_until_interrupted(job.answer(prompts, bar=len(prompts) > 1 and not arguments.stream))
+        asyncio.run(job.answer(prompts, bar=len(prompts) > 1 and not arguments.stream))
     print(job.summary(), file=sys.stderr)
     return 1 if job.refused else 0
 

@@ -53,7 +53,7 @@ class Bodies:
     async def _read(self, request: web.Request) -> bytes:
         try:
             parts = await asyncio.wait_for(self._parts(request), self._timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._timeout:g} s", code="body_timeout") from None
         except web.RequestPayloadError:
             raise self._broken() from None

@@ -61,6 +61,6 @@ class LiveRequests:
         """Whether none is left within ``timeout`` seconds."""
         try:
             await asyncio.wait_for(self._none.wait(), timeout)
-        except asyncio.TimeoutError:  # another than the builtin before Python 3.11
+        except TimeoutError:
             return False
         return True

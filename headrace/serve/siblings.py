@@ -77,7 +77,7 @@ class Siblings:
                 session.request(method, f"http://sibling{path}", headers=headers, data=body) as answer,
             ):
                 return await answer.read() if answer.status == 200 else None
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             log.info("%s does not answer: %s", other.name, type(error).__name__)
             return None
 

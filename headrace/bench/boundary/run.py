@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import msgspec
@@ -90,7 +90,7 @@ def measure(settings: Settings, parts: Collection[str], tell: Tell) -> None:
 
 def report(settings: Settings, parts: Collection[str], command: list[str], tell: Tell) -> Report:
     """``measure``, and what becomes of it as a report."""
-    began, rows = datetime.now(timezone.utc), list[Row]()
+    began, rows = datetime.now(UTC), list[Row]()
 
     def keep(row: Row) -> None:
         rows.append(row)

@@ -8,7 +8,6 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli._interrupts import run_until_interrupted
 from headrace.cli._options import add_debug_option, add_model_options, llm_arguments
 from headrace.cli.bench import options
 from headrace.errors import RequestError
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace, kind: Kind, streaming: bool) -> int:
         engine: dict[str, Any] = msgspec.to_builtins(llm.facts)
         samples, warmup = _samples(arguments, llm, samples)
         try:
-            run_until_interrupted(_measure(arguments, llm, samples, warmup, params, kind, streaming, runs))
+            asyncio.run(_measure(arguments, llm, samples, warmup, params, kind, streaming, runs))
         except BaseException:
             # An interrupt, or a death: what took long to measure is kept.
             if runs:

@@ -214,7 +214,7 @@ def synthetic_lengths(arguments: argparse.Namespace, rng: Any, low: int = 1) -> 
 
 def now() -> str:
     """For ``Report.date``."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli._interrupts import run_until_interrupted
 from headrace.cli._options import add_debug_option
 from headrace.cli.bench import options
 
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     date = options.now()
     runs: list[Run] = []
     asked: list[int] = []
-    run_until_interrupted(_measure(arguments, target, samples, tokenizer, runs, asked))
+    asyncio.run(_measure(arguments, target, samples, tokenizer, runs, asked))
     _tell(target, runs, asked)
     engine = {"model": target.model, "tokens_counted_by": dict(target.counted_by), "failures": target.details}
     secrets = [key or "", *(value for _, value in arguments.header), target.password]
