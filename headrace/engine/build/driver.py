@@ -284,7 +284,7 @@ class _Build:
             capability=self._compiler.capability,
             ranks=tuple(ranks),
             tokenizer=tokenizer,
-            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 
     def _report(self, manifest: EngineManifest, kept: set[str], removed: list[str]) -> BuildReport:
