@@ -11,6 +11,7 @@ import numpy as np
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig
 from headrace.engine.base import Beam, EngineRequest, Float32, Int32, LogprobRows, StepOutputs
+from headrace.engine.kv_cache import cache_limits
 from headrace.engine.model_engine import ModelEngine
 from headrace.engine.plan import StepPlan
 from headrace.outputs import FinishReason
@@ -49,6 +50,8 @@ class TinyRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self.versions: dict[str, str] = {}
+        self.limits = cache_limits(config, self.model_config.max_seq_len)
+        self.max_loras = config.max_loras
         self.size = config.tokens_per_block
         self.cache = np.full((config.kv_cache_tokens // self.size, self.size), -1, np.int32)
         self.plans: list[StepPlan] = []
@@ -56,8 +59,8 @@ class TinyRunner:
     def execute(self, arrays: Sequence[Int32]) -> Float32:
         plan = StepPlan.from_arrays(arrays)
         self.plans.append(plan)
-        copies = [(target, self.cache[source, :count].copy()) for source, target, count in plan.copies.reshape(-1, 3).tolist()]
-        for target, content in copies:
+        for source, target, count in plan.copies.reshape(-1, 3).tolist():
+            content = self.cache[source, :count].copy()
             self.cache[target] = -1
             self.cache[target, : len(content)] = content
         contexts: list[Any] = []

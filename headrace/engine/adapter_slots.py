@@ -43,7 +43,7 @@ class AdapterSlots:
         if request.lora is None:
             return None
         if not self._num_slots:
-            raise RequestError("this world runs no LoRA adapters: it was made with max_loras=0")
+            raise RequestError("this world runs no LoRA adapters: it was made with max_loras=0, or its runner has none")
         name = fingerprint(request.lora)
         if name not in self._checked:
             with AdapterFile(request.lora, self._model, self._max_rank):

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from headrace.config import EngineConfig
+from headrace.engine.cache import NO_MATCH, KVEventSink, Match
 from headrace.engine.prefix import Chain, Entry, PrefixIndex, root_name
 from headrace.errors import ModelError
 
 
-def cache_limits(config: EngineConfig, model_max_seq_len: int) -> tuple[int, int]:
-    """``(num_blocks, max_seq_len)``: blocks in the pool, and the most tokens of one sequence.
+class CacheLimits(NamedTuple):
+    """What a runner's KV cache holds; its engine goes by it.
+
+    Attributes:
+        num_blocks: blocks in the pool, for all sequences together.
+        max_seq_len: most tokens of one sequence.
+        max_batch_size: most sequences in one step.
+        num_slots: rows that hold one sequence each, at least ``max_batch_size``; 0: sequences are in blocks anywhere in the pool.
+    """
+
+    num_blocks: int
+    max_seq_len: int
+    max_batch_size: int
+    num_slots: int = 0
+
+
+def cache_limits(config: EngineConfig, model_max_seq_len: int) -> CacheLimits:
+    """What these settings make of a model with this context.
 
     The pool holds at least one sequence of ``max_seq_len`` tokens, which is what lets the scheduler promise that every request ends.
     Raises ModelError, with the numbers, for a context that the model or the pool cannot hold.
@@ -23,43 +40,12 @@ def cache_limits(config: EngineConfig, model_max_seq_len: int) -> tuple[int, int
     if num_blocks < 1:
         raise ModelError(f"kv_cache_tokens={config.kv_cache_tokens} is less than one KV block of {config.tokens_per_block} tokens")
     if config.max_seq_len is None:
-        return num_blocks, min(model_max_seq_len, held)
+        return CacheLimits(num_blocks, min(model_max_seq_len, held), config.max_batch_size)
     if config.max_seq_len > model_max_seq_len:
         raise ModelError(f"max_seq_len={config.max_seq_len} exceeds the model's context of {model_max_seq_len} tokens")
     if config.max_seq_len > held:
         raise ModelError(f"max_seq_len={config.max_seq_len} exceeds the {held} tokens that the KV cache of {num_blocks} blocks holds")
-    return num_blocks, config.max_seq_len
-
-
-class KVEventSink(Protocol):
-    """Is told what can be found, in the order in which it happens."""
-
-    def stored(self, parent: bytes | None, entries: Sequence[Entry]) -> None:
-        """These can be found from now on; each is the parent of the next, and ``parent`` of the first. None: a sequence begins there."""
-
-    def removed(self, names: Sequence[bytes]) -> None:
-        """The blocks of these names cannot be found any more."""
-
-
-class Match(NamedTuple):
-    """What of a sequence is in the cache already.
-
-    Attributes:
-        blocks: its first blocks.
-        revived: so many of them are in no table at present; taking them leaves as many fewer to hand out.
-        source, num_copied: a block whose first ``num_copied`` tokens come next; 0: there is none.
-        num_tokens: tokens that need not be computed.
-    """
-
-    blocks: tuple[int, ...] = ()
-    revived: int = 0
-    source: int = -1
-    num_copied: int = 0
-    num_tokens: int = 0
-
-
-#: nothing of it is
-NO_MATCH = Match()
+    return CacheLimits(num_blocks, config.max_seq_len, config.max_batch_size)
 
 
 class KVCache:
@@ -133,6 +119,10 @@ class KVCache:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
+    def num_held(self, owners: Iterable[int]) -> int:
+        """Blocks in the tables of these, each counted once."""
+        return len({block for owner in owners for block in self._tables[owner]})
+
     def table(self, owner: int) -> array[int]:
         """Block ids of ``owner`` in the order of its tokens. Not to be changed, and only valid until the next ``grow`` or ``release``."""
         return self._tables[owner]
@@ -167,8 +157,11 @@ class KVCache:
                 source, copied = -1, 0
         return Match(tuple(blocks), revived, source, copied, matched + copied)
 
-    def start(self, owner: int, match: Match, num_tokens: int) -> None:
-        """Give a new owner a table for ``num_tokens`` tokens that begins with what was found just now; the blocks must be there."""
+    def start(self, owner: int, match: Match, num_tokens: int) -> int:
+        """Give a new owner a table for ``num_tokens`` tokens that begins with what was found just now; the blocks must be there.
+
+        Returns how many of the tokens need not be computed.
+        """
         shares, table = self._shares, array("i", match.blocks)
         for block in match.blocks:
             if not shares[block]:
@@ -186,6 +179,7 @@ class KVCache:
         if match.num_copied:
             # The source may be among the blocks that were just handed out, even as the target: copies are made before anything is written.
             self._copies.extend((match.source, table[found], match.num_copied))
+        return match.num_tokens
 
     def grow(self, owner: int, num_tokens: int) -> bool:
         """Make the table of ``owner`` hold ``num_tokens`` tokens, of which those not yet there can be written.

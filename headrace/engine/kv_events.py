@@ -13,7 +13,7 @@ HASH_BYTES = 8
 
 
 class KVEventLog:
-    """Implements ``kv_cache.KVEventSink``. What a step changes is published after it, so that nobody reads half of it."""
+    """Implements ``cache.KVEventSink``. What a step changes is published after it, so that nobody reads half of it."""
 
     def __init__(self, ring: Ring[KvCacheEvent], num_blocks: int) -> None:
         self._ring = ring

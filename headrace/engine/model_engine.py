@@ -14,9 +14,10 @@ from headrace.config import EngineConfig, EngineFacts
 from headrace.engine.adapter_slots import AdapterSlots, without
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.beams import Beams
+from headrace.engine.cache import Cache
 from headrace.engine.guided import GuidedRequests, TokenConstraint
 from headrace.engine.iterations import IterationLog
-from headrace.engine.kv_cache import KVCache, cache_limits
+from headrace.engine.kv_cache import CacheLimits, KVCache
 from headrace.engine.kv_events import KVEventLog
 from headrace.engine.live import Live, LiveRequests
 from headrace.engine.logit_rules import LogitRules
@@ -27,6 +28,7 @@ from headrace.engine.ring import Ring
 from headrace.engine.sampler import RowSampling
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Chunk, State
+from headrace.engine.slot_cache import SlotCache
 from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
@@ -45,12 +47,23 @@ WANTED_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner(Protocol):
-    """A ``base.Runner`` that knows its model. ``execute`` takes the arrays of a ``StepPlan``."""
+    """A ``base.Runner`` that knows its model. ``execute`` takes the arrays of a ``StepPlan``.
+
+    Attributes:
+        model_name: short name of the model.
+        model_config: its hyperparameters.
+        dtype: name of the type of weights and KV cache.
+        versions: name and version of what computes.
+        limits: of its KV cache, which the engine deals out.
+        max_loras: most LoRA adapters that one step uses; 0: it runs none.
+    """
 
     model_name: str
     model_config: ModelConfig
     dtype: str
     versions: dict[str, str]
+    limits: CacheLimits
+    max_loras: int
 
     def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
         """Logits, float32 [rows that sample, vocabulary], on rank 0."""
@@ -99,26 +112,35 @@ def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast 
     return ModelEngine(config, runner, broadcast)
 
 
+def _make_cache(config: EngineConfig, limits: CacheLimits, events: KVEventLog | None) -> Cache:
+    """The books of the runner's KV cache. Raises ModelError if its slots are too few for its batch."""
+    size, reuse, partial = config.tokens_per_block, config.enable_block_reuse, config.enable_partial_reuse
+    if not limits.num_slots:
+        return KVCache(limits.num_blocks, size, reuse=reuse, partial_reuse=partial, events=events)
+    if limits.max_batch_size > limits.num_slots:
+        raise ModelError(f"max_batch_size={limits.max_batch_size} exceeds the {limits.num_slots} sequences that the KV cache holds")
+    return SlotCache(limits.num_slots, limits.num_blocks, size, reuse=reuse, partial_reuse=partial, events=events)
+
+
 class ModelEngine:
     """Implements ``engine.base.Engine``: every step is schedule, run, sample, update."""
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, broadcast: Broadcast | None = None) -> None:
-        model = runner.model_config
-        num_blocks, max_seq_len = cache_limits(config, model.max_seq_len)
+        model, limits, max_loras = runner.model_config, runner.limits, runner.max_loras
         self.facts = EngineFacts(
             model=runner.model_name,
             runner=config.runner,
             dtype=runner.dtype,
             vocab_size=model.vocab_size,
-            max_seq_len=max_seq_len,
-            max_batch_size=config.max_batch_size,
+            max_seq_len=limits.max_seq_len,
+            max_batch_size=limits.max_batch_size,
             eos_token_ids=model.eos_token_ids,
-            num_kv_blocks=num_blocks,
+            num_kv_blocks=limits.num_blocks,
             tokens_per_block=config.tokens_per_block,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             versions=runner.versions,
-            max_loras=config.max_loras,
+            max_loras=max_loras,
             max_lora_rank=config.max_lora_rank,
             runner_reason=config.runner_reason,
         )
@@ -126,27 +148,21 @@ class ModelEngine:
         self._broadcast = broadcast
         self.kv_events: Ring[KvCacheEvent] = Ring(config.event_buffer_max_size)
         self.iterations: Ring[IterationStats] = Ring(config.iter_stats_max_iterations)
-        self._event_log = KVEventLog(self.kv_events, num_blocks) if config.event_buffer_max_size else None
-        self._cache = KVCache(
-            num_blocks,
-            config.tokens_per_block,
-            reuse=config.enable_block_reuse,
-            partial_reuse=config.enable_partial_reuse,
-            events=self._event_log,
-        )
+        self._event_log = KVEventLog(self.kv_events, limits.num_blocks) if config.event_buffer_max_size else None
+        self._cache = _make_cache(config, limits, self._event_log)
         self._scheduler = Scheduler(
             self._cache,
-            max_batch_size=config.max_batch_size,
+            max_batch_size=limits.max_batch_size,
             max_num_tokens=config.max_num_tokens,
-            max_seq_len=max_seq_len,
+            max_seq_len=limits.max_seq_len,
             max_logit_rows=max(1, WANTED_LOGITS_BYTES // (4 * model.vocab_size)),
             evict=config.capacity_scheduler_policy == "MAX_UTILIZATION",
-            max_adapters=config.max_loras,
+            max_adapters=max_loras,
         )
         self._iteration_log = IterationLog(self.iterations, self._scheduler)
         # Set by another thread; the next step finds it before it looks for any KV blocks.
         self._reset_prefix_cache = False
-        self._adapters = AdapterSlots(model, config.max_loras, config.max_lora_rank)
+        self._adapters = AdapterSlots(model, max_loras, config.max_lora_rank)
         self._live = LiveRequests(self._scheduler)
         self._guided = GuidedRequests(lambda: load_vocabulary(config), model.vocab_size)
         self._ended_early = StepOutputs()  # records of requests that ended between steps

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headrace.engine.base import Int32
-from headrace.engine.kv_cache import KVCache
+from headrace.engine.cache import Cache
 from headrace.engine.sequence import Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """T tokens of S sequences; the fields are the plan's arrays in this order.
+
+    Where sequences are in slots (``SlotCache``), a block is a slot here: a table is one slot, and copies are between slots.
 
     A runner first makes the copies, one after the other. Then, in every layer, it writes the keys and values of all T tokens before it
     reads any: a sequence may attend to blocks that another one fills in the same step.
@@ -24,7 +26,7 @@ class StepPlan:
         tokens: [T] token ids, sequence after sequence.
         starts: [S] position of the first of each sequence's tokens, which is how many it has in the KV cache already.
         lengths: [S] tokens of each sequence in this step, at least 1; they sum to T.
-        tables: block tables joined; sequence s has ceil((starts[s] + lengths[s]) / tokens_per_block) entries.
+        tables: block tables joined; sequence s has ceil((starts[s] + lengths[s]) / tokens_per_block) entries, or one, its slot.
         samples: [R] indices into ``tokens`` whose logits are wanted, ascending: of each chunk ``wanted``, and the last if it samples.
         copies: [3 C] for each copy the block that is read, the block that is written, which may be the same, and how many of its first
             tokens are copied; the rest of the written block is cleared.
@@ -42,7 +44,7 @@ class StepPlan:
     loads: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], cache: KVCache) -> StepPlan:
+    def of(cls, chunks: Sequence[Chunk], cache: Cache) -> StepPlan:
         """The plan of these chunks, whose blocks the cache has already handed out, and of the copies that are due."""
         tokens, tables = bytearray(), bytearray()
         for sequence, start, length in chunks:

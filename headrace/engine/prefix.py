@@ -35,6 +35,11 @@ class Chain:
         self._tokens_per_block = tokens_per_block
         self.stored = 0
 
+    @property
+    def tokens(self) -> array[int]:
+        """The sequence's tokens."""
+        return self._tokens
+
     def parent(self, index: int) -> bytes:
         """The name that comes before block ``index``, all of whose predecessors must be full."""
         names = self._names
@@ -118,7 +123,7 @@ class PrefixIndex:
         place = bisect_left(children, (tokens, -1))
         best = -1, 0
         for known, block in children[max(0, place - 1) : place + 1]:
-            common = _common_tokens(known, tokens)
+            common = common_tokens(known, tokens)
             if common > best[1]:
                 best = block, common
         return best
@@ -137,7 +142,7 @@ class PrefixIndex:
             raise AssertionError("children and blocks do not agree")
 
 
-def _common_tokens(one: bytes, other: bytes) -> int:
+def common_tokens(one: bytes, other: bytes) -> int:
     """How many int32 both begin with."""
     length = min(len(one), len(other))
     difference = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")

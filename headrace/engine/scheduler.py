@@ -34,7 +34,7 @@ import itertools
 from array import array
 from collections.abc import Sequence as Items
 
-from headrace.engine.kv_cache import NO_MATCH, KVCache, Match
+from headrace.engine.cache import NO_MATCH, Cache, Match
 from headrace.engine.ranking import Rank, Ranked
 from headrace.engine.sequence import TRANSITIONS, Branches, Chunk, Event, Sequence, State
 from headrace.errors import RequestError
@@ -49,7 +49,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: Cache,
         *,
         max_batch_size: int,
         max_num_tokens: int,
@@ -347,7 +347,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Start it, with all of its branches, if there is a place in the batch and, after that, what the running requests need of the pool.
 
-        With nothing running this is always so, for the pool is free then and holds any request.
+        With nothing running this is always so, for the pool is free then and holds any request. Where more of what it begins with can be
+        taken over in the next step, because another one computes it in this one, it waits for that.
         """
         branches = sequence.branches
         places = 1 if branches is None else branches.width
@@ -359,6 +360,8 @@ class Scheduler:
                 return False
         members = (sequence,) if branches is None else tuple(branches.members)
         matches = [self._match(member) for member in members]
+        if any(match.pending for match in matches):
+            return False
         needed = sum(self.cache.blocks_for(len(member.tokens)) for member in members) - sum(len(match.blocks) for match in matches)
         needed += matches[0].revived if branches is None else len({block for match in matches for block in match.blocks})
         if self.cache.num_free - needed < self._spare(members):
@@ -366,10 +369,9 @@ class Scheduler:
         self._places += places
         self.num_admitted += 1
         for member, match in zip(members, matches, strict=True):
-            self.cache.start(member.request_id, match, len(member.tokens))
-            member.computed = member.reused = match.num_tokens
+            member.computed = member.reused = self.cache.start(member.request_id, match, len(member.tokens))
             if member.chain is not None:
-                member.chain.stored = len(match.blocks)
+                member.chain.stored = member.reused // self.cache.tokens_per_block
             self._move(member, Event.ADMIT)
             self._waiting.pop(member.request_id)
             self._running.add(member.request_id, member.rank, member)
@@ -390,10 +392,10 @@ class Scheduler:
         spare = 0
         for sequence in self._running:
             if sequence.branches is None:
-                spare += blocks_for(sequence.limit) - len(self.cache.table(sequence.request_id))
+                spare += blocks_for(sequence.limit) - self.cache.num_held((sequence.request_id,))
             elif sequence is sequence.branches.members[0]:
-                held = {block for member in sequence.branches.members for block in self.cache.table(member.request_id)}
-                spare += sequence.branches.width * blocks_for(sequence.limit) - len(held)
+                held = self.cache.num_held(member.request_id for member in sequence.branches.members)
+                spare += sequence.branches.width * blocks_for(sequence.limit) - held
         branches = members[0].branches
         if branches is None:
             return spare + blocks_for(members[0].limit) - blocks_for(len(members[0].tokens))
@@ -407,11 +409,11 @@ class Scheduler:
         """Raise AssertionError unless the facts at the top of this file hold. For tests."""
         self.cache.check()
         running, waiting = list(self._running), list(self._waiting)
-        held = {block for sequence in running for block in self.cache.table(sequence.request_id)}
-        if len(held) != self.cache.num_used:
-            raise AssertionError(f"running requests hold {len(held)} blocks of {self.cache!r}")
+        held = self.cache.num_held(sequence.request_id for sequence in running)
+        if held != self.cache.num_used:
+            raise AssertionError(f"running requests hold {held} blocks of {self.cache!r}")
         for sequence in running:
-            capacity = len(self.cache.table(sequence.request_id)) * self.cache.tokens_per_block
+            capacity = self.cache.num_held((sequence.request_id,)) * self.cache.tokens_per_block
             if sequence.state not in (State.PREFILL, State.DECODE) or capacity < sequence.computed:
                 raise AssertionError(f"{sequence!r} runs with KV blocks for {capacity} tokens")
         for sequence, behind in itertools.pairwise(running):

@@ -312,8 +312,8 @@ def test_weights_that_never_end_or_are_too_large_are_not_read(tmp_path: Path) ->
 def test_a_world_without_adapters_refuses_them(tmp_path: Path) -> None:
     model = random_model(tiny_config())
     write_adapter(tmp_path / "a", model, seed=1)
-    _, errors = run(ModelEngine(config(max_loras=0), runner_of(model)), {1: (tokens_of(4, 9), tmp_path / "a")})
-    assert errors == {1: "this world runs no LoRA adapters: it was made with max_loras=0"}
+    _, errors = run(ModelEngine(config(max_loras=0), runner_of(model, max_loras=0)), {1: (tokens_of(4, 9), tmp_path / "a")})
+    assert errors == {1: "this world runs no LoRA adapters: it was made with max_loras=0, or its runner has none"}
 
 
 def test_adapters_are_stored_as_the_weights_are(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from headrace.config import EngineConfig
 from headrace.engine import guided, model_engine
 from headrace.engine.base import EngineRequest, Float32, Int32, StepOutputs
 from headrace.engine.guided import TokenConstraint
+from headrace.engine.kv_cache import cache_limits
 from headrace.engine.model_engine import ModelEngine
 from headrace.engine.plan import StepPlan
 from headrace.errors import RequestError
@@ -37,6 +38,10 @@ class NoiseRunner:
     dtype = "float32"
     versions: dict[str, str] = {}  # noqa: RUF012
 
+    def __init__(self, config: EngineConfig) -> None:
+        self.limits = cache_limits(config, self.model_config.max_seq_len)
+        self.max_loras = config.max_loras
+
     def execute(self, arrays: Sequence[Int32]) -> Float32:
         plan = StepPlan.from_arrays(arrays)
         rows = [np.random.default_rng(int(token)).standard_normal(VOCAB, np.float32) for token in plan.tokens[plan.samples]]
@@ -50,8 +55,8 @@ class Run:
     """An engine and everything that it has said of each request."""
 
     def __init__(self, **config: Any) -> None:
-        settings = {"model": "noise", "kv_cache_tokens": 8192, "tokens_per_block": 4, **config}
-        self.engine = ModelEngine(EngineConfig(**settings), NoiseRunner())
+        settings = EngineConfig(**{"model": "noise", "kv_cache_tokens": 8192, "tokens_per_block": 4, **config})
+        self.engine = ModelEngine(settings, NoiseRunner(settings))
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, FinishReason] = {}
         self.errors: dict[int, str] = {}

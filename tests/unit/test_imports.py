@@ -110,10 +110,13 @@ PURE = {
     "headrace.executor.texts.shard",
     "headrace.forms",
     "headrace.ipc.codec",
+    "headrace.engine.cache",
     "headrace.engine.kv_cache",
     "headrace.engine.prefix",
     "headrace.engine.scheduler",
     "headrace.engine.sequence",
+    "headrace.engine.slot_cache",
+    "headrace.engine.slots",
 }
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 

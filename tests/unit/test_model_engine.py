@@ -10,6 +10,7 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.engine.base import EngineRequest, Float32, Int32, SingleRank, StepOutputs
+from headrace.engine.kv_cache import cache_limits
 from headrace.engine.model_engine import ModelEngine, load_runner, make_engine
 from headrace.engine.plan import StepPlan
 from headrace.engine.sampler import RowSampling, sample
@@ -29,7 +30,9 @@ class CountingRunner:
     model_config = tiny_config(VOCAB, eos_token_ids=(30, 31))
     dtype = "float32"
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self.limits = cache_limits(config, self.model_config.max_seq_len)
+        self.max_loras = config.max_loras
         self.versions = {"counting": "1"}
         self.plans: list[StepPlan] = []
         self.closed = False
@@ -53,10 +56,10 @@ class Driver:
     """An engine and everything that it has said of each request."""
 
     def __init__(self, **config: Any) -> None:
-        self.runner = CountingRunner()
+        settings = EngineConfig(**{"model": "counting", "kv_cache_tokens": 256, "tokens_per_block": 4, **config})
+        self.runner = CountingRunner(settings)
         self.broadcast: list[tuple[Int32, ...]] = []
-        settings = {"model": "counting", "kv_cache_tokens": 256, "tokens_per_block": 4, **config}
-        self.engine = ModelEngine(EngineConfig(**settings), self.runner, lambda arrays: self.broadcast.append(tuple(arrays)))
+        self.engine = ModelEngine(settings, self.runner, lambda arrays: self.broadcast.append(tuple(arrays)))
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, FinishReason] = {}
         self.stop_reasons: dict[int, int] = {}
@@ -375,7 +378,7 @@ def test_facts_and_close() -> None:
 
 def test_make_engine_and_a_runner_that_runs_no_model() -> None:
     config = EngineConfig(model="counting")
-    assert make_engine(config, CountingRunner()).facts.model == "counting"
+    assert make_engine(config, CountingRunner(config)).facts.model == "counting"
     with pytest.raises(ModelError, match="runner 'echo' runs no model"):
         load_runner(EngineConfig(model="echo", runner="echo"), SingleRank(), lambda stage, done, total: None)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from headrace.config import EngineConfig
 from headrace.engine.base import EngineRequest, Float32, Int32
-from headrace.engine.kv_cache import cache_limits
 from headrace.engine.model_engine import ModelEngine
 from headrace.engine.plan import StepPlan
 from headrace.outputs import FinishReason
@@ -47,10 +46,9 @@ class RememberingRunner(CountingRunner):
     """Writes the state of each token into its slot, and samples from the states that it finds in the blocks of the table."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self._size = config.tokens_per_block
-        num_blocks, _ = cache_limits(config, self.model_config.max_seq_len)
-        self._slots = np.random.default_rng(0).integers(0, MODULUS, (num_blocks, self._size))
+        self._slots = np.random.default_rng(0).integers(0, MODULUS, (self.limits.num_blocks, self._size))
         self.num_copies = 0
 
     def execute(self, arrays: Sequence[Int32]) -> Float32:

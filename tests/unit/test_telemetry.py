@@ -172,7 +172,8 @@ def test_hashes_follow_from_content_and_salt() -> None:
 
 
 def engine_of(**changes: Any) -> ModelEngine:
-    return ModelEngine(EngineConfig(**{"model": "m", "kv_cache_tokens": 32, "tokens_per_block": 4, **changes}), CountingRunner())
+    config = EngineConfig(**{"model": "m", "kv_cache_tokens": 32, "tokens_per_block": 4, **changes})
+    return ModelEngine(config, CountingRunner(config))
 
 
 def run(engine: ModelEngine, request_id: int, prompt: list[int], max_tokens: int) -> None:

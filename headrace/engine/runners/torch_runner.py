@@ -39,11 +39,14 @@ class TorchRunner:
         model_config: its hyperparameters.
         dtype: name of the type of weights and KV cache.
         versions: name and version of what computes.
+        limits: of the KV cache.
+        max_loras: most LoRA adapters in one step.
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, collectives: Collectives, progress: ProgressHook) -> None:
         """Load its share, among all ranks. Raises ModelError if the model, its split or its context is not possible."""
-        num_blocks, max_seq_len = cache_limits(config, checkpoint.config.max_seq_len)
+        self.limits = cache_limits(config, checkpoint.config.max_seq_len)
+        self.max_loras = config.max_loras
         dtype = DTYPES[config.dtype]
         torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // collectives.size))
         self.model_name = checkpoint.name
@@ -66,9 +69,9 @@ class TorchRunner:
             pipeline.group,
             dtype,
             progress,
-            num_blocks=num_blocks,
+            num_blocks=self.limits.num_blocks,
             tokens_per_block=config.tokens_per_block,
-            max_seq_len=max_seq_len,
+            max_seq_len=self.limits.max_seq_len,
         )
 
     def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
