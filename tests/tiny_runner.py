@@ -85,6 +85,16 @@ class TinyRunner:
         pass
 
 
+class TinySlotRunner(TinyRunner):
+    """The same with a row for each sequence."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.limits = self.limits._replace(num_slots=config.max_batch_size)
+        self.size = self.limits.max_seq_len
+        self.cache = np.full((config.max_batch_size, self.size), -1, np.int32)
+
+
 def logits_after(tokens: Any) -> Float32:
     """float32 [VOCAB] of the token that follows."""
     assert min(tokens, default=0) >= 0, "attention read what nobody wrote"

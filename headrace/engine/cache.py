@@ -1,7 +1,7 @@
 """What the scheduler and the step plan ask of a KV cache's accounting, whichever way a runner keeps keys and values.
 
-``KVCache`` deals out blocks, ``SlotCache`` whole rows. Both count in blocks of ``tokens_per_block`` tokens, so limits and statistics mean the
-same in both.
+``KVCache`` deals out blocks, ``SlotCache`` whole rows. Both count in blocks of ``tokens_per_block`` tokens, so limits and statistics mean
+the same in both.
 """
 
 from __future__ import annotations

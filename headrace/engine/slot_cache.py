@@ -7,7 +7,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappush
 from typing import NamedTuple
 
 from headrace.engine.cache import NO_MATCH, KVEventSink, Match
@@ -50,14 +50,14 @@ class SlotCache:
     """A number of slots, and a pool of blocks that all of them together may fill: memory comes as a row is written, and goes with it.
 
     A slot is *used* by its owners, or *kept*: nobody uses it, but its tokens can be found again; or *empty*. A kept one gives its last
-    blocks back when others need them, the one that was given back first before the others, and loses all of them when no empty slot is left.
+    blocks back when others need them, the one that was left first before the others, and loses all of them when no empty slot is there.
     Whoever finds its beginning in a slot takes it over, if nobody uses it, or a copy; whichever loses less of what is kept.
 
     Everything that happens to rows is told by copies (``take_copies``), in their order, before the next step: from one slot into another;
     and from a slot to itself, which clears what lies behind the tokens that are copied, and gives that memory back.
 
-    With ``reuse``, tokens are known in full blocks as they are in ``KVCache``, by the same names; unlike there, two slots may hold the same,
-    and a sequence cannot take what another one fills in the same step (``Match.pending``).
+    With ``reuse``, tokens are known in full blocks as they are in ``KVCache``, by the same names; unlike there, two slots may hold the
+    same, and a sequence cannot take what another one fills in the same step (``Match.pending``).
     """
 
     def __init__(

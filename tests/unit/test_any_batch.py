@@ -11,7 +11,7 @@ import pytest
 
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
-from tests.tiny_runner import EOS, Got, TinyEngine, alone
+from tests.tiny_runner import EOS, Got, TinyEngine, TinyRunner, TinySlotRunner, alone
 
 #: values that a parameter may have beside not being set
 OPTIONAL: dict[str, list[Any]] = {
@@ -51,9 +51,10 @@ def params_of(rng: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=rng.choice([7, 12, 16]), seed=rng.randrange(3), **ends, **some(rng, OPTIONAL))
 
 
-def run(rng: random.Random, seen: Counter[str]) -> None:
+def run(rng: random.Random, seen: Counter[str], kind: type[TinyRunner]) -> None:
     """Some seven requests at random moments, of which some are cancelled, in a pool that is too small for them."""
     engine = TinyEngine(
+        kind,
         kv_cache_tokens=4 * rng.randint(14, 18),
         max_seq_len=36,
         max_batch_size=rng.randint(3, 7),
@@ -100,12 +101,12 @@ def compare(mine: Got, single: Got) -> bool:
     return cancelled
 
 
-@pytest.mark.parametrize("first", range(0, 40, 20))
-def test_a_request_gets_what_it_gets_alone(first: int) -> None:
+@pytest.mark.parametrize(("kind", "first"), [(TinyRunner, 0), (TinyRunner, 20), (TinySlotRunner, 40), (TinySlotRunner, 60)])
+def test_a_request_gets_what_it_gets_alone(kind: type[TinyRunner], first: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + 20):
         try:
-            run(random.Random(seed), seen)
+            run(random.Random(seed), seen, kind)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
     expected = {"cancelled", "beams", "preemptions", "copies of blocks"}

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, State
+from headrace.engine.slot_cache import SlotCache
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -30,7 +31,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.context = max(2, blocks * block - slack)
         self.batch, self.budget, self.block, self.rows = batch, tokens, block, rows
         self.scheduler = Scheduler(
-            KVCache(blocks, block), max_batch_size=batch, max_num_tokens=tokens, max_seq_len=self.context, max_logit_rows=rows
+            self.make_cache(blocks, block, batch),
+            max_batch_size=batch,
+            max_num_tokens=tokens,
+            max_seq_len=self.context,
+            max_logit_rows=rows,
         )
         self.known: dict[int, list[int]] = {}
         self.priorities: dict[int, float] = {}
@@ -38,6 +43,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sequences: dict[int, Sequence] = {}
         self.next_id = 0
         self.preemptions = 0
+
+    def make_cache(self, blocks: int, block: int, batch: int) -> KVCache | SlotCache:
+        return KVCache(blocks, block)
+
+    def slots(self, request_id: int, first: int, last: int) -> set[tuple[int, int]]:
+        """Where these of its tokens are."""
+        table = self.scheduler.cache.table(request_id)
+        return {(table[place // self.block], place % self.block) for place in range(first, last)}
 
     @rule(share=st.floats(0.0, 1.0), priority=st.sampled_from([0.5, 0.5, 0.1, 0.9]), wants=st.sampled_from([0, 0, 1, 2]))
     def submit(self, share: float, priority: float, wants: int) -> None:
@@ -76,11 +89,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue = sorted({*waited, *(i for i in ran if i in preempted)}, key=self._rank)
         assert admitted == queue[: len(admitted)], "nobody who waits is passed over, not by one who was preempted either"
         self._notice_preemptions()
-        written: set[int] = set()
+        written: set[tuple[int, int]] = set()
         for request_id, start, length in ((chunk.sequence.request_id, chunk.start, chunk.length) for chunk in chunks):
             assert start == self.computed[request_id], "no token is skipped, none is computed twice without preemption"
-            table = self.scheduler.cache.table(request_id)
-            slots = {table[place // self.block] * self.block + place % self.block for place in range(start, start + length)}
+            slots = self.slots(request_id, start, start + length)
             assert len(slots) == length and not slots & written, "no slot is written twice"
             written |= slots
             self.computed[request_id] += length

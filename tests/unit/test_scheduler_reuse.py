@@ -14,20 +14,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Chunk, Sequence, State
+from headrace.engine.slot_cache import SlotCache
 from headrace.errors import RequestError
 
 
 class Memory:
-    """What a runner writes. A slot holds the token, the one before it and so on, and under which salt: all that its KV depends on."""
+    """What a runner writes. A slot holds the token, the one before it and so on, and under which salt: all that its KV depends on.
 
-    def __init__(self, cache: KVCache) -> None:
+    ``size``: slots of what a table names: of a block or, for a ``SlotCache``, of a whole row.
+    """
+
+    def __init__(self, cache: KVCache | SlotCache, context: int) -> None:
         self.cache = cache
-        self.slots: list[object] = [None] * (cache.num_blocks * cache.tokens_per_block)
+        self.size, count = (cache.tokens_per_block, cache.num_blocks) if isinstance(cache, KVCache) else (context, cache.num_slots)
+        self.slots: list[object] = [None] * (count * self.size)
         self.copies = 0
 
     def run(self, chunks: list[Chunk], salts: dict[int, str | None]) -> None:
         """As a step plan says: copies in their order, then all writes, then reads."""
-        size = self.cache.tokens_per_block
+        size = self.size
         copies = self.cache.take_copies()
         for source, target, count in zip(copies[::3], copies[1::3], copies[2::3], strict=True):
             kept = self.slots[source * size : source * size + count]
@@ -46,7 +51,7 @@ class Memory:
                 assert self.slots[self._slot(sequence, place)] == expected, f"{sequence!r} finds something else at {place}"
 
     def _slot(self, sequence: Sequence, place: int) -> int:
-        size = self.cache.tokens_per_block
+        size = self.size
         return self.cache.table(sequence.request_id)[place // size] * size + place % size
 
 
@@ -63,13 +68,16 @@ class ReuseMachine(RuleBasedStateMachine):
     )
     def start(self, blocks: int, block: int, batch: int, tokens: int, partial: bool, evict: bool) -> None:
         self.context = max(2, blocks * block)
-        cache = KVCache(blocks, block, reuse=True, partial_reuse=partial)
+        cache = self.make_cache(blocks, block, batch, partial)
         self.scheduler = Scheduler(cache, max_batch_size=batch, max_num_tokens=tokens, max_seq_len=self.context, evict=evict)
-        self.memory = Memory(cache)
+        self.memory = Memory(cache, self.context)
         self.sequences: dict[int, Sequence] = {}
         self.salts: dict[int, str | None] = {}
         self.next_id = 0
         self.distrusted = 0
+
+    def make_cache(self, blocks: int, block: int, batch: int, partial: bool) -> KVCache | SlotCache:
+        return KVCache(blocks, block, reuse=True, partial_reuse=partial)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -177,7 +185,7 @@ class Rig:
     ) -> None:
         self.cache = KVCache(blocks, block, reuse=True, partial_reuse=partial)
         self.scheduler = Scheduler(self.cache, max_batch_size=batch, max_num_tokens=tokens, max_seq_len=blocks * block, evict=evict)
-        self.memory = Memory(self.cache)
+        self.memory = Memory(self.cache, blocks * block)
         self.salts: dict[int, str | None] = {}
 
     def submit(self, request_id: int, tokens: list[int] | range, *, salt: str | None = None, **more: object) -> Sequence:
