@@ -17,7 +17,7 @@ from headrace.engine.beams import Beams
 from headrace.engine.cache import Cache
 from headrace.engine.guided import GuidedRequests, TokenConstraint
 from headrace.engine.iterations import IterationLog
-from headrace.engine.kv_cache import CacheLimits, KVCache
+from headrace.engine.kv_cache import CacheLimits, KVCache, cache_limits
 from headrace.engine.kv_events import KVEventLog
 from headrace.engine.live import Live, LiveRequests
 from headrace.engine.logit_rules import LogitRules
@@ -112,6 +112,14 @@ def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast 
     return ModelEngine(config, runner, broadcast)
 
 
+def _limits(config: EngineConfig, held: CacheLimits) -> CacheLimits:
+    """What the engine deals out: what its settings say, as far as its runner holds it."""
+    asked = cache_limits(config, held.max_seq_len)
+    return CacheLimits(
+        min(asked.num_blocks, held.num_blocks), asked.max_seq_len, min(asked.max_batch_size, held.max_batch_size), held.num_slots
+    )
+
+
 def _make_cache(config: EngineConfig, limits: CacheLimits, events: KVEventLog | None) -> Cache:
     """The books of the runner's KV cache. Raises ModelError if its slots are too few for its batch."""
     size, reuse, partial = config.tokens_per_block, config.enable_block_reuse, config.enable_partial_reuse
@@ -126,7 +134,7 @@ class ModelEngine:
     """Implements ``engine.base.Engine``: every step is schedule, run, sample, update."""
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, broadcast: Broadcast | None = None) -> None:
-        model, limits, max_loras = runner.model_config, runner.limits, runner.max_loras
+        model, limits, max_loras = runner.model_config, _limits(config, runner.limits), min(config.max_loras, runner.max_loras)
         self.facts = EngineFacts(
             model=runner.model_name,
             runner=config.runner,
