@@ -75,6 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             is free. 0: none are run. Runners other than torch run none, whatever this says.
         max_lora_rank: highest rank of an adapter.
         echo: settings of the echo engine.
+        skip_selftest: runners that may serve although ``headrace selftest`` has not passed with them on this machine.
     """
 
     model: str
@@ -99,6 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_loras: int = 4
     max_lora_rank: int = 64
     echo: EchoConfig = EchoConfig()
+    skip_selftest: tuple[Runner, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -20,6 +20,7 @@ from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
 from headrace.requests import Prompt, RequestMaker, is_one_prompt
 from headrace.selection import Asked, choose_runner, look
+from headrace.tested import skipped
 
 if TYPE_CHECKING:
     from headrace.executor.launchers.forms import LauncherName
@@ -84,6 +85,7 @@ class LLM(EngineOperations):
         record: a file for everything that crosses the boundary, to be replayed later; see docs/recording.md.
         record_prompts: with the token ids and texts in it.
         trace: a file that shows, when this is closed, what each process did for which request; see ``start_trace`` and docs/tracing.md.
+        skip_selftest: "tensorrt", or several runners: serve with them although ``headrace selftest`` has not passed on this machine.
         echo: settings of the echo engine.
         wait: False: return while the world starts. Until ``wait_ready`` has returned only ``executor``, which tells how the start goes, and
             ``close``, which ends it, are of use.
@@ -129,6 +131,7 @@ class LLM(EngineOperations):
         record: str | Path | None = None,
         record_prompts: bool = False,
         trace: str | Path | None = None,
+        skip_selftest: Runner | Sequence[Runner] = (),
         echo: EchoConfig | None = None,
         wait: bool = True,
     ) -> None:
@@ -181,6 +184,7 @@ class LLM(EngineOperations):
             max_loras=(_DEFAULTS.max_loras if runner in ("torch", "echo") else 0) if max_loras is None else max_loras,
             max_lora_rank=max_lora_rank,
             echo=echo if echo is not None else EchoConfig(),
+            skip_selftest=skipped(skip_selftest),
         )
         self._bar, listener = _listener(progress)
         self._trace = trace

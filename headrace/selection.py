@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -81,6 +81,8 @@ def choose_runner(asked: Asked, machine: Machine) -> Selection:
     Raises:
         ModelError: no runner can, or the one that was asked for cannot; the message says what to change or to install.
     """
+    if asked.runner not in get_args(Runner):
+        raise ModelError(f"runner={asked.runner!r}: it must be one of {', '.join(get_args(Runner))}")
     if asked.backend is not None:
         if asked.runner not in ("auto", asked.backend):
             raise ModelError(f"runner={asked.runner!r}: this engine was built for {asked.backend!r}, which alone can run it")

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from headrace.config import DType, EngineConfig, Quantization, Runner
 from headrace.errors import RequestError
 from headrace.params import SamplingParams
+from headrace.tested import GATED
 
 DEFAULT_MODEL = "smollm2-135m"
 MPI_CHOICES = "auto, openmpi, mpich, system, or the path of an mpiexec"
@@ -79,6 +80,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         shown = {"max_seq_len": "what the model and the KV cache allow", "num_threads": "cores divided by ranks"}.get(name, default)
         group.add_argument(option, dest=name, type=positive, default=default, metavar="N", help=f"{what} (default: {shown})")
     group.add_argument("--mpi", default="auto", metavar="WHICH", help=f"{MPI_CHOICES} (default: auto)")
+    group.add_argument(
+        "--skip-selftest",
+        action="append",
+        choices=GATED,
+        default=[],
+        help="serve with this runner although headrace selftest has not passed with it on this machine",
+    )
     group.add_argument("--record", metavar="FILE", help="record what crosses the boundary, for headrace replay and reports of faults")
     group.add_argument("--record-prompts", action="store_true", help="with the tokens and texts of prompts and answers in it")
     group.add_argument("--trace", metavar="FILE", help="write what each process did when, for which request, for ui.perfetto.dev")
@@ -88,7 +96,7 @@ def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM``. The bar for loading is for people: it is left out where stderr is not a terminal."""
     names = (
         *("model", "runner", "dtype", "quantization", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens"),
-        *("num_threads", "mpi", "record", "record_prompts", "trace"),
+        *("num_threads", "mpi", "skip_selftest", "record", "record_prompts", "trace"),
     )
     return {
         **{name: getattr(arguments, name) for name in names},

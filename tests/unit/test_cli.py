@@ -101,7 +101,7 @@ def test_options_become_settings_and_parameters(llm, capsys):
     options = (
         "generate Why --model m.gguf --tp 3 --pp 2 --runner echo --dtype bfloat16 --max-batch-size 5 --max-num-tokens 6 --max-seq-len 7 "
         "--kv-cache-tokens 8 --threads 9 --mpi mpich --record file --record-prompts --max-tokens 10 --temperature 0.5 --top-k 11 "
-        "--trace trace --quantization int8 "
+        "--trace trace --quantization int8 --skip-selftest tensorrt "
         "--top-p 0.9 --seed 12 --stop a --stop b"
     )
     assert main(options.split()) == 0
@@ -122,6 +122,7 @@ def test_options_become_settings_and_parameters(llm, capsys):
         "record": "file",
         "record_prompts": True,
         "trace": "trace",
+        "skip_selftest": ["tensorrt"],
         "progress": False,
     }
     params = SamplingParams(max_tokens=10, temperature=0.5, top_k=11, top_p=0.9, seed=12, stop=("a", "b"))

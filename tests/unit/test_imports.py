@@ -24,6 +24,7 @@ LEAVES = {
     "headrace.lora",
     "headrace.outputs",
     "headrace.telemetry",
+    "headrace.tested",
     "headrace.validation",
     "headrace.version",
 }

@@ -64,6 +64,7 @@ def test_the_runner_that_fits_is_chosen(packages: frozenset[str], machine: dict[
         (ALL, {"runner": "onnxruntime", "max_loras": 1}, "runner='onnxruntime': max_loras=1, and LoRA adapters are run by runner='torch'"),
         (ALL, {"runner": "torch", "quantization": "int8"}, "runner='torch': quantization='int8'"),
         (ALL, {"runner": "onnxruntime", "dtype": "bfloat16"}, "runner='onnxruntime': dtype='bfloat16'"),
+        (ALL, {"runner": "pytorch"}, "runner='pytorch': it must be one of auto, torch, "),
         (ALL, {"runner": "torch", "backend": "tensorrt"}, "runner='torch': this engine was built for 'tensorrt'"),
         (ALL, {"backend": "tensorrt", "max_loras": 3}, "this engine was built for 'tensorrt': max_loras=3"),
     ],
