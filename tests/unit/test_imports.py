@@ -56,6 +56,9 @@ LAYERS = {
     "headrace.cli": LEAVES | {"headrace", "headrace.llm"},
     # Datasets are prepared without a world.
     "headrace.cli.bench": LEAVES | {"headrace.cli", "headrace.llm", "headrace.bench", "headrace.text", "headrace.checkpoint"},
+    # What is compiled and inspected is files: neither needs a world.
+    "headrace.cli.build": LEAVES | {"headrace.cli", "headrace.engine.build"},
+    "headrace.cli.inspect": LEAVES | {"headrace.cli", "headrace.engine.build", "headrace.engine.runners.cuda_driver"},
     "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.llm", "headrace.serve"},
     "headrace.forms": LEAVES,
     "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor", "headrace.forms"},

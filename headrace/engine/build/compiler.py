@@ -9,12 +9,15 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from headrace.checkpoint import Checkpoint
+from headrace.checkpoint import Checkpoint, resolve_model
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.decoder_graph import OpsMaker, write_rank_graph
+from headrace.engine.build.driver import BuildReport, build_engine
 from headrace.engine.build.graph import RankGraph
+from headrace.engine.build.manifest import is_engine_folder
 from headrace.engine.build.portable import PortableOps
-from headrace.engine.build.target import Target
+from headrace.engine.build.target import BuildOptions, Target, resolve_target
+from headrace.engine.models import open_checkpoint
 from headrace.errors import ModelError
 
 #: modules whose source decides what is in a graph or a plan, in the package ``headrace``
@@ -29,6 +32,32 @@ def writer_digest() -> str:
     for path in sorted(path for pattern in WRITERS for path in package.glob(pattern)):
         hasher.update(path.name.encode() + path.read_bytes())
     return hasher.hexdigest()
+
+
+def build_model(
+    model: str,
+    options: BuildOptions,
+    folder: Path,
+    *,
+    force: bool = False,
+    progress: ProgressHook = lambda stage, done, total: None,
+) -> BuildReport:
+    """Build the engine of a model, which is named as ``LLM`` takes it; see ``driver.build_engine``. Raises ModelError."""
+    path = resolve_model(model)
+    if is_engine_folder(path):
+        raise ModelError(f"{path} is an engine folder: give the checkpoint that it was built from")
+    with open_checkpoint(path) as checkpoint:
+        target = resolve_target(options, checkpoint.config, "portable", "none" if options.quantization == "auto" else options.quantization)
+        return build_engine(
+            model_path=path,
+            source=model,
+            name=checkpoint.name,
+            target=target,
+            compiler=RankCompiler(checkpoint, target),
+            folder=folder,
+            force=force,
+            progress=progress,
+        )
 
 
 class RankCompiler:

@@ -39,7 +39,7 @@ class Compiler(Protocol):
         capability: of the GPUs that its plans run on, as text; None: any.
     """
 
-    versions: Mapping[str, str]
+    versions: dict[str, str]
     capability: str | None
 
     def graph_fingerprint(self, rank: int, model_sha256: str) -> str:
