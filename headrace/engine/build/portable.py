@@ -1,17 +1,21 @@
 """Operators of opset 24 that onnxruntime's CPU provider and TensorRT's parser both compute, and compute alike.
 
-What they do not agree on is not used: order, lengths of keys and windows are an explicit mask, a scale is multiplied into the queries,
-the cache is updated outside of attention, and attention with a soft cap is written out. ``onnx_guards`` refuses what would use it.
+What they do not agree on is not used: order, lengths of keys and windows are an explicit mask, the cache is updated outside of attention,
+and attention with a soft cap is written out. The scale of attention is in the weights that give the queries: a factor of its own would be
+rounded to 8 bits in bfloat16, for all queries alike. ``onnx_guards`` refuses graphs that use what is not agreed on.
 
 Shapes: B sequences of S new tokens, H query heads, G KV heads, D head_dim, N max_seq_len.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from headrace.engine.base import Float32
 from headrace.engine.build.graph import Graph
-from headrace.engine.build.parts import Attention, Embedding, GatedMLP, Norm, Parts, Projection, Rotary
+from headrace.engine.build.parts import Attention, Embedding, GatedMLP, Norm, Parts, Projection, Read, Rotary
 from headrace.engine.build.spec import (
     COLLECTIVE,
     COLLECTIVE_DOMAIN,
@@ -68,17 +72,17 @@ class PortableOps:
 
     def attend(self, x: str, attention: Attention) -> str:
         """See ``Ops``."""
-        graph, name = self._graph, attention.name
-        heads_by_role = {"query": attention.num_query_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
+        graph, name, qkv = self._graph, attention.name, _scaled(attention)
+        roles = {"query": attention.num_query_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
         query, key, value = (
             self._heads(part, f"{name}/{role}", heads, attention.head_dim)
-            for part, (role, heads) in zip(self._split(self._matmul(x, attention.qkv), attention.qkv), heads_by_role.items(), strict=True)
+            for part, (role, heads) in zip(self._split(self._matmul(x, qkv), qkv), roles.items(), strict=True)
         )
-        query, key = (
-            head if norm is None else self.norm(head, norm) for head, norm in ((query, attention.query_norm), (key, attention.key_norm))
-        )
+        if attention.query_norm is not None:
+            query = self.norm(query, _scaled_norm(attention.query_norm, attention.scale))
+        if attention.key_norm is not None:
+            key = self.norm(key, attention.key_norm)
         query, key = (self._rotate(head, attention.rotary, f"{name}/{role}/rotary") for head, role in ((query, "query"), (key, "key")))
-        query = self._multiply(query, attention.scale, f"{name}/query/scaled")
         keys, values = (
             graph.node("TensorScatter", [old, new, WRITE_INDICES], f"{name}/{role}/cache", outputs=[cache], axis=TOKENS, mode="linear")
             for old, new, cache, role in zip(past(attention.layer), (key, value), present(attention.layer), ("key", "value"), strict=True)
@@ -222,3 +226,24 @@ class PortableOps:
 
     def _float(self, x: str) -> str:
         return self._graph.cast(x, "float32", f"{x}/float")
+
+
+def _scaled(attention: Attention) -> Projection:
+    """The projection into heads with the scale of attention in its queries, unless a norm of theirs has it."""
+    qkv, rows = attention.qkv, attention.qkv.parts[0][1]
+    if attention.query_norm is not None or attention.scale == 1:
+        return qkv
+
+    def scaled(read: Read) -> Read:
+        def read_scaled() -> Float32:
+            array = read()
+            array[:rows] *= attention.scale
+            return array
+
+        return read_scaled
+
+    return replace(qkv, read=scaled(qkv.read), read_bias=None if qkv.read_bias is None else scaled(qkv.read_bias))
+
+
+def _scaled_norm(norm: Norm, scale: float) -> Norm:
+    return replace(norm, read=lambda: norm.read() * np.float32(scale))
