@@ -11,6 +11,7 @@ from typing import Protocol
 from headrace.checkpoint import Checkpoint
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.graph import Graph, RankGraph
+from headrace.engine.build.onnx_guards import check_graph
 from headrace.engine.build.parts import Attention, Embedding, GatedMLP, Norm, Parts, Projection
 from headrace.engine.build.spec import HIDDEN_IN, HIDDEN_OUT, INPUT_IDS, LOGITS, POSITION_IDS, SAMPLE_INDICES, GraphSpec, past, present
 
@@ -78,7 +79,10 @@ def write_rank_graph(checkpoint: Checkpoint, spec: GraphSpec, ops: OpsMaker, pro
     _walk(ops(graph, parts), parts)
     _declare_outputs(graph, parts)
     name = f"{checkpoint.name} rank {spec.rank} of {spec.tensor_parallel_size} stage {spec.stage} of {spec.stages}"
-    return graph.finish(spec, name, progress)
+    finished = graph.finish(spec, name, progress)
+    if spec.flavour == "portable":
+        check_graph(finished.model, spec, checkpoint.config)
+    return finished
 
 
 def _walk(ops: Ops, parts: Parts) -> None:

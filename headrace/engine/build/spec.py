@@ -120,7 +120,7 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ModelError(f"max_seq_len={self.max_seq_len} exceeds the model's context of {config.max_seq_len} tokens")
 
     def inputs(self, config: ModelConfig) -> list[str]:
-        """Names of all inputs, in the graph's order."""
+        """Names of all inputs."""
         names = [INPUT_IDS if self.is_first else HIDDEN_IN, POSITION_IDS]
         names += [WRITE_INDICES] if self.flavour == "portable" else [SEQLENS_K, TOTAL_SEQUENCE_LENGTH]
         if self.is_last:
@@ -128,6 +128,6 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return names + [name for layer in self.layers(config) for name in past(layer)]
 
     def outputs(self, config: ModelConfig) -> list[str]:
-        """Names of all outputs, in the graph's order."""
+        """Names of all outputs."""
         names = [LOGITS if self.is_last else HIDDEN_OUT]
         return names + [name for layer in self.layers(config) for name in present(layer)]
