@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from headrace.checkpoint import Checkpoint
+from headrace.checkpoint import Checkpoint, ModelConfig
 from headrace.engine.base import Collectives, Float32
 from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.graph import RankGraph
@@ -82,13 +83,22 @@ def session_of(graph: RankGraph) -> ort.InferenceSession:
     return ort.InferenceSession(graph.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def session_of_file(path: Path, spec: GraphSpec) -> ort.InferenceSession:
+    """The same of a graph that was saved."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    if spec.tensor_parallel_size > 1:
+        options.register_custom_ops_library(library())
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 class GraphRank:
     """One rank of one stage, with rows of KV cache that it updates in place."""
 
-    def __init__(self, graph: RankGraph, checkpoint: Checkpoint, batch: int, garbage: float) -> None:
-        spec, config = graph.spec, checkpoint.config
+    def __init__(self, session: ort.InferenceSession, spec: GraphSpec, config: ModelConfig, batch: int, garbage: float) -> None:
         self.spec = spec
-        self.session = session_of(graph)
+        self.session = session
         shape = (batch, spec.shard(config).num_kv_heads, spec.max_seq_len, config.head_dim)
         rng = np.random.default_rng(spec.rank)
         kind = np.float16 if spec.dtype == "float16" else np.float32
@@ -129,10 +139,6 @@ class GraphWorld:
         garbage: float = 100.0,
         ops: Any = PortableOps,
     ) -> None:
-        if size > 1:
-            # Here, since an operator that two threads declare is there twice.
-            library()
-        self._world = ThreadWorld(size)
 
         def make(rank: int) -> list[GraphRank]:
             specs = [
@@ -140,8 +146,15 @@ class GraphWorld:
                 for stage in range(stages)
             ]
             graphs = [write_rank_graph(checkpoint, spec, ops, lambda stage, done, total: None) for spec in specs]
-            return [GraphRank(graph, checkpoint, batch, garbage) for graph in graphs]
+            return [GraphRank(session_of(graph), graph.spec, checkpoint.config, batch, garbage) for graph in graphs]
 
+        self._start(size, make)
+
+    def _start(self, size: int, make: Callable[[int], list[GraphRank]]) -> None:
+        if size > 1:
+            # Here, since an operator that two threads declare is there twice.
+            library()
+        self._world = ThreadWorld(size)
         try:
             self.ranks = self._world.run(make)
         except BaseException:
@@ -176,3 +189,13 @@ class GraphWorld:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._world.__exit__()
+
+
+class FileWorld(GraphWorld):
+    """The same of graphs that were saved, one for each rank of a single stage."""
+
+    def __init__(self, paths: Sequence[Path], specs: Sequence[GraphSpec], config: ModelConfig, batch: int = 1) -> None:
+        def make(rank: int) -> list[GraphRank]:
+            return [GraphRank(session_of_file(paths[rank], specs[rank]), specs[rank], config, batch, 100.0)]
+
+        self._start(len(paths), make)

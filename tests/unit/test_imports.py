@@ -101,6 +101,9 @@ OWNERS = {
     "onnx": COMPILERS,
     "onnxruntime": COMPILERS,
     "ml_dtypes": COMPILERS,
+    "tensorrt": COMPILERS,
+    "tensorrt_rtx": COMPILERS,
+    "cuda": COMPILERS,
     "aiohttp": {"headrace.serve", "headrace.bench.openai_target"},
     "matplotlib": {"headrace.bench.plots"},
     "nvtx": {"headrace.tracing.nvtx"},
@@ -124,7 +127,20 @@ PURE = {
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 
 #: never imported at the top of any module, for each takes long or is needed in one kind of process only
-LATE = {"torch", "llguidance", "matplotlib", "transformers", "huggingface_hub", "onnx", "onnxruntime", "ml_dtypes", "tensorrt", "nvtx"}
+LATE = {
+    "torch",
+    "llguidance",
+    "matplotlib",
+    "transformers",
+    "huggingface_hub",
+    "onnx",
+    "onnxruntime",
+    "ml_dtypes",
+    "tensorrt",
+    "tensorrt_rtx",
+    "cuda",
+    "nvtx",
+}
 #: the same for what ranks consist of: they have no event loop, and every start of a world would pay for it
 LATE_IN_RANKS = LATE | {"asyncio"}
 RANKS = {"headrace.worker", "headrace.ipc", "headrace.engine", "headrace.tracing"}
