@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -72,3 +73,30 @@ def random_model(config: ModelConfig, seed: int = 0) -> MemoryCheckpoint:
         numbers = rng.standard_normal(shape)
         tensors[name] = (1 + 0.1 * numbers if len(shape) == 1 else numbers / np.sqrt(shape[1]) * 1.5).astype(np.float32)
     return MemoryCheckpoint(config, tensors)
+
+
+def write_folder(model: MemoryCheckpoint, folder: Path) -> Path:
+    """A Llama as a Hugging Face folder without a tokenizer."""
+    from safetensors.numpy import save_file
+
+    config = model.config
+    assert config.family == "llama"
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": list(config.eos_token_ids),
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(model.tensors, folder / "model.safetensors")
+    return folder

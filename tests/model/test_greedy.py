@@ -86,9 +86,11 @@ def test_a_long_sequence_beside_short_ones(smollm2: ModelRunner, reference: Resu
 class Ranks:
     """The real model over several ranks, as threads."""
 
-    def __init__(self, path: str, size: int) -> None:
-        self.world = ThreadWorld(size)
-        config = EngineConfig(model=path, runner="torch", tensor_parallel_size=size, kv_cache_tokens=2048, num_threads=1)
+    def __init__(self, path: str, size: int, stages: int = 1) -> None:
+        self.world = ThreadWorld(size * stages)
+        config = EngineConfig(
+            model=path, runner="torch", tensor_parallel_size=size, pipeline_parallel_size=stages, kv_cache_tokens=2048, num_threads=1
+        )
         self.runners = self.world.run(lambda rank: load_runner(config, self.world.ranks[rank], lambda stage, done, total: None))
         self.leader = self.runners[0]
 
@@ -112,6 +114,8 @@ class _Leader:
         self.model_config = ranks.leader.model_config
         self.dtype = ranks.leader.dtype
         self.versions = ranks.leader.versions
+        self.limits = ranks.leader.limits
+        self.max_loras = ranks.leader.max_loras
 
     def execute(self, arrays: Any) -> Any:
         results = self._ranks.world.run(lambda rank: self._ranks.runners[rank].execute(arrays))
@@ -151,6 +155,15 @@ def test_tensor_parallel_logits(ranks: Ranks, smollm2: ModelRunner, reference: R
     assert whole is not None and whole.shape == (len(tokens), 49152)
     np.testing.assert_allclose(split, whole, atol=2e-3)
     np.testing.assert_allclose(whole[-1, :8], reference[0]["first_logits_first8"], atol=2e-3)
+
+
+def test_tokens_of_two_stages(smollm2_path: str, reference: Results) -> None:
+    """A46: 15 layers each, and the embedding in both."""
+    ranks = Ranks(smollm2_path, 1, stages=2)
+    try:
+        assert generate(ranks.engine(), prompts(reference), SamplingParams(max_tokens=16, ignore_eos=True)) == expected(reference, 16)
+    finally:
+        ranks.close()
 
 
 def test_more_ranks_than_heads_are_refused(smollm2_path: str) -> None:
