@@ -8,6 +8,7 @@ import msgspec
 
 Runner = Literal["auto", "torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "echo"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 CapacityPolicy = Literal["MAX_UTILIZATION", "GUARANTEED_NO_EVICT"]
 
@@ -55,7 +56,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         runner_reason: why it was chosen, for people.
         tensor_parallel_size: number of ranks that share every layer.
         pipeline_parallel_size: number of stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them.
-        dtype: type of weights and activations; auto: float32 on CPU.
+        dtype: type of weights and activations; auto: float32 on CPU, bfloat16 on a GPU.
+        device: where the torch runner computes; auto: on GPUs where every rank has one, else on the CPU.
+        cuda_graphs: steps in which all requests decode are recorded on a GPU, and then started as one.
         quantization: type that projections are stored in beside ``dtype``; auto: what the runner takes from the file as it is.
         max_batch_size: most requests in one step.
         max_num_tokens: most tokens in one step, prefill and decode together.
@@ -85,6 +88,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     dtype: DType = "auto"
+    device: Device = "auto"
+    cuda_graphs: bool = True
     quantization: Quantization = "auto"
     max_batch_size: int = 64
     max_num_tokens: int = 2048

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import msgspec
 
-from headrace.config import CapacityPolicy, DType, EchoConfig, EngineConfig, EngineFacts, Quantization, Runner
+from headrace.config import CapacityPolicy, Device, DType, EchoConfig, EngineConfig, EngineFacts, Quantization, Runner
 from headrace.errors import ModelError, QueueFullError, RequestError
 from headrace.lora import LoraRequest
 from headrace.operations import EngineOperations
@@ -53,7 +53,9 @@ class LLM(EngineOperations):
         pipeline_parallel_size: stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them.
         runner: who runs the forward pass; auto: what fits the machine and the other settings, see docs/engines.md. ``facts.runner`` is what
             was chosen, ``facts.runner_reason`` why.
-        dtype: type of weights and activations.
+        dtype: type of weights and activations; auto: float32 on CPU, bfloat16 on a GPU.
+        device: "cpu" or "cuda", one GPU for each rank; auto: GPUs where there are any that the runner can use.
+        cuda_graphs: record steps in which all requests decode on a GPU, which makes them faster and takes memory.
         quantization: type that projections are stored in.
         max_batch_size: most requests in one step.
         max_num_tokens: most tokens in one step.
@@ -104,6 +106,8 @@ class LLM(EngineOperations):
         pipeline_parallel_size: int = _DEFAULTS.pipeline_parallel_size,
         runner: Runner = _DEFAULTS.runner,
         dtype: DType = _DEFAULTS.dtype,
+        device: Device = _DEFAULTS.device,
+        cuda_graphs: bool = _DEFAULTS.cuda_graphs,
         quantization: Quantization = _DEFAULTS.quantization,
         max_batch_size: int = _DEFAULTS.max_batch_size,
         max_num_tokens: int = _DEFAULTS.max_num_tokens,
@@ -152,7 +156,7 @@ class LLM(EngineOperations):
             from headrace.checkpoint import resolve_model
 
             path = str(resolve_model(str(model)).resolve())
-            runner, reason = choose_runner(Asked(runner, dtype, quantization, max_loras), look())
+            runner, reason = choose_runner(Asked(runner, dtype, quantization, max_loras, device=device), look())
             log.info("runner %s: %s", runner, reason)
         source = tokenizer if tokenizer is not None else (path if path != "echo" else None)
         check_count(postprocess_workers)
@@ -169,6 +173,8 @@ class LLM(EngineOperations):
             tensor_parallel_size=choice.tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             dtype=dtype,
+            device=device,
+            cuda_graphs=cuda_graphs,
             quantization=quantization,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,

@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from headrace.config import DType, Quantization, Runner
+from headrace.config import Device, DType, Quantization, Runner
 from headrace.errors import ModelError
 
 #: On CPU, the first that is installed and can do what was asked for. docs/performance.md has their speeds beside each other.
@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     quantization: Quantization = "auto"
     max_loras: int | None = None
     backend: Runner | None = None
+    device: Device = "auto"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,9 @@ def choose_runner(asked: Asked, machine: Machine) -> Selection:
         if (why := cannot(asked.runner, asked)) is not None:
             raise ModelError(f"runner={asked.runner!r}: {why}")
         return Selection(asked.runner, "it was asked for")
-    if machine.gpus and machine.torch_cuda is not None and cannot("torch", asked) is None:
+    if asked.device == "cuda" and cannot("torch", asked) is None:
+        return Selection("torch", "on GPUs, which were asked for")
+    if asked.device == "auto" and machine.gpus and machine.torch_cuda is not None and cannot("torch", asked) is None:
         devices = "a GPU" if machine.gpus == 1 else f"{machine.gpus} GPUs"
         return Selection("torch", f"on {devices}, by PyTorch for CUDA {machine.torch_cuda}")
     refusals: list[str] = []
@@ -115,6 +118,10 @@ def cannot(runner: Runner, asked: Asked) -> str | None:
         return None
     if asked.max_loras and runner != "torch":
         return f"max_loras={asked.max_loras}, and LoRA adapters are run by runner='torch' alone"
+    if asked.device == "cuda" and runner == "onnxruntime":
+        return "device='cuda', and it computes on the CPU"
+    if asked.device == "cpu" and runner.startswith("tensorrt"):
+        return "device='cpu', and it computes on GPUs"
     if runner == "torch" and asked.quantization not in ("auto", "none"):
         return f"quantization={asked.quantization!r} is what runner='onnxruntime' does"
     if runner == "onnxruntime" and asked.dtype not in ("auto", "float32") and asked.backend is None:

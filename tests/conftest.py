@@ -29,6 +29,10 @@ import pytest
 from headrace.executor.session import VARIABLE, _base_folder
 from tests.books import Books
 
+#: What is compared with a CPU's numbers is computed on the CPU, also where there are GPUs; tests/gpu is for those, and is run by itself.
+if "HEADRACE_TEST_GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 #: seconds: an orphan of ours is allowed to live for 2 s, a busy machine may take as long again to show that it is gone
 SETTLE = 5.0
 POLL = 0.01

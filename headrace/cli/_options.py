@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, get_args
 
-from headrace.config import DType, EngineConfig, Quantization, Runner
+from headrace.config import Device, DType, EngineConfig, Quantization, Runner
 from headrace.errors import RequestError
 from headrace.params import SamplingParams
 from headrace.tested import GATED
@@ -62,6 +62,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.runner,
         help="who runs the model (default: auto: what fits the machine and the model; headrace doctor tells what and why)",
     )
+    group.add_argument("--device", choices=get_args(Device), default=_DEFAULTS.device, help=f"default: {_DEFAULTS.device}")
+    group.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="do not record decode steps on GPUs")
     group.add_argument("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help=f"default: {_DEFAULTS.dtype}")
     group.add_argument(
         "--quantization",
@@ -95,8 +97,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM``. The bar for loading is for people: it is left out where stderr is not a terminal."""
     names = (
-        *("model", "runner", "dtype", "quantization", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens"),
-        *("num_threads", "mpi", "skip_selftest", "record", "record_prompts", "trace"),
+        *("model", "runner", "device", "dtype", "quantization", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens"),
+        *("cuda_graphs", "num_threads", "mpi", "skip_selftest", "record", "record_prompts", "trace"),
     )
     return {
         **{name: getattr(arguments, name) for name in names},

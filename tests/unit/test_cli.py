@@ -101,7 +101,7 @@ def test_options_become_settings_and_parameters(llm, capsys):
     options = (
         "generate Why --model m.gguf --tp 3 --pp 2 --runner echo --dtype bfloat16 --max-batch-size 5 --max-num-tokens 6 --max-seq-len 7 "
         "--kv-cache-tokens 8 --threads 9 --mpi mpich --record file --record-prompts --max-tokens 10 --temperature 0.5 --top-k 11 "
-        "--trace trace --quantization int8 --skip-selftest tensorrt "
+        "--trace trace --quantization int8 --device cuda --no-cuda-graphs --skip-selftest tensorrt "
         "--top-p 0.9 --seed 12 --stop a --stop b"
     )
     assert main(options.split()) == 0
@@ -113,6 +113,8 @@ def test_options_become_settings_and_parameters(llm, capsys):
         "runner": "echo",
         "dtype": "bfloat16",
         "quantization": "int8",
+        "device": "cuda",
+        "cuda_graphs": False,
         "max_batch_size": 5,
         "max_num_tokens": 6,
         "max_seq_len": 7,
@@ -138,6 +140,8 @@ def test_defaults_are_those_of_the_settings(llm):
         "runner",
         "dtype",
         "quantization",
+        "device",
+        "cuda_graphs",
         "max_batch_size",
         "max_num_tokens",
         "max_seq_len",

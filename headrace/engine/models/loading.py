@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from headrace.checkpoint import Checkpoint
@@ -20,6 +22,8 @@ class ShardReader:
         self._progress = progress
         self._total = sum(self._nbytes(weight) for weight in stage.weights(family, checkpoint.config))
         self._done = 0
+        #: how many numbers they are
+        self.num_weights = sum(self._size(weight) for weight in stage.weights(family, checkpoint.config))
         # What a norm weight is stored less.
         self._offset = 0.0 if checkpoint.config.norms_are_complete else family.norm_offset
         progress("load", 0, self._total)
@@ -42,8 +46,14 @@ class ShardReader:
         return array
 
     def _nbytes(self, weight: Weight) -> int:
-        stored = self._checkpoint.nbytes(weight.name)
+        return self._share(weight, self._checkpoint.nbytes(weight.name))
+
+    def _size(self, weight: Weight) -> int:
+        return self._share(weight, math.prod(self._checkpoint.shape(weight.name)))
+
+    def _share(self, weight: Weight, whole: int) -> int:
+        """Of ``whole``, which the weight has, what the rank reads."""
         span = self._shard.columns(weight) or self._shard.rows(weight)
         if span is None:
-            return stored
-        return stored * (span[1] - span[0]) // self._checkpoint.shape(weight.name)[0 if weight.axis is Axis.ROWS else 1]
+            return whole
+        return whole * (span[1] - span[0]) // self._checkpoint.shape(weight.name)[0 if weight.axis is Axis.ROWS else 1]

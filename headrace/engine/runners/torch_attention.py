@@ -4,6 +4,8 @@ Shapes: T tokens of the step, G KV heads of this rank, g query heads that share 
 [num_blocks, tokens_per_block, 2G, D], keys before values, so that one gather and one write serve both.
 
 The g queries of a KV head take the place of g tokens of one sequence that see the same keys: no key is repeated for them.
+
+Queries come in the type that attention is computed in; what the cache holds is converted to it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch import Tensor
 from headrace.engine.plan import StepPlan
 
 Int64 = npt.NDArray[np.int64]
+
+CPU = torch.device("cpu")
 
 #: sequences decode in one batch while the longest has at most this many times the KV blocks of the shortest: padding is copied and
 #: multiplied like everything else, and one long sequence must not make every short one as long
@@ -49,7 +53,7 @@ class AttentionKind:
         if self.softcap is None:
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale)
         if mask is None:
-            mask = causal_mask(0, queries.shape[-2])
+            mask = causal_mask(0, queries.shape[-2], queries.device)
         # In pieces, since here all the products of a piece are in memory at once.
         rows = max(1, CAPPED_PRODUCTS // (queries[..., 0, 0].numel() * keys.shape[-2]))
         mask = mask.expand(*mask.shape[:-2], queries.shape[-2], mask.shape[-1])
@@ -57,10 +61,10 @@ class AttentionKind:
         return torch.cat([self._capped(piece, keys, own) @ values for piece, own in pieces], dim=-2)
 
     def _capped(self, queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """Softmax of capped products."""
+        """Softmax of capped products; float32 within."""
         assert self.softcap is not None
-        scores = (queries @ keys.transpose(-1, -2)).mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
-        return scores.add_(mask).softmax(-1)
+        scores = (queries @ keys.transpose(-1, -2)).float().mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+        return scores.add_(mask).softmax(-1).to(queries.dtype)
 
 
 class Rows(Protocol):
@@ -84,7 +88,7 @@ class DecodeRows:
     def attend(self, kind: AttentionKind, queries: Tensor, fresh: Tensor, cache: Tensor, out: Tensor) -> None:
         """See ``Rows``."""
         groups, mask = queries.shape[1], self.masks[kind.window]
-        kv = cache.index_select(0, self.blocks).view(len(mask), -1, *cache.shape[2:]).float().transpose(1, 2)
+        kv = cache.index_select(0, self.blocks).view(len(mask), -1, *cache.shape[2:]).to(queries.dtype).transpose(1, 2)
         out[self.rows] = kind.attend(queries[self.rows], kv[:, :groups], kv[:, groups:], mask)
 
 
@@ -102,7 +106,7 @@ class PrefillRows:
         groups, shared = queries.shape[1:3]
         # A prompt without a past sees only itself, which needs no gathering.
         alone = self.rows.stop - self.rows.start == self.context
-        kv = fresh[self.rows] if alone else cache.index_select(0, self.blocks).flatten(0, 1)[: self.context].float()
+        kv = fresh[self.rows] if alone else cache.index_select(0, self.blocks).flatten(0, 1)[: self.context].to(queries.dtype)
         # KV heads as the batch, their query heads as the heads, with stride 0 in keys and values.
         kv = kv.transpose(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
         attended = kind.attend(queries[self.rows].permute(1, 2, 0, 3), kv[:groups], kv[groups:], self.masks[kind.window])
@@ -130,19 +134,26 @@ class StepIndex:
     groups: tuple[Rows, ...]
 
     @classmethod
-    def of(cls, plan: StepPlan, tokens_per_block: int, windows: Sequence[int | None] = (None,)) -> StepIndex:
-        """Work out the indices of a plan, with masks for these windows of attention."""
-        layout = _Layout.of(plan, tokens_per_block)
+    def of(
+        cls,
+        plan: StepPlan,
+        tokens_per_block: int,
+        windows: Sequence[int | None] = (None,),
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> StepIndex:
+        """Work out the indices of a plan, with masks for these windows of attention, which is computed in ``dtype`` on ``device``."""
+        layout = _Layout.of(plan, tokens_per_block, device, dtype)
         positions = np.arange(len(plan.tokens)) + np.repeat(plan.starts - layout.firsts, plan.lengths)
         blocks = plan.tables[np.repeat(layout.offsets, plan.lengths) + positions // tokens_per_block].astype(np.int64)
         begun = (layout.num_blocks - 1) * tokens_per_block >= plan.starts  # the last block has no token of an earlier step
         unfilled = layout.contexts % tokens_per_block > 0
         return cls(
-            tokens=_tensor(plan.tokens),
-            positions=_tensor(positions),
-            slots=_tensor(blocks * tokens_per_block + positions % tokens_per_block),
-            stale=_tensor(plan.tables[(layout.offsets + layout.num_blocks - 1)[begun & unfilled]]),
-            samples=_tensor(plan.samples),
+            tokens=layout.tensor(plan.tokens),
+            positions=layout.tensor(positions),
+            slots=layout.tensor(blocks * tokens_per_block + positions % tokens_per_block),
+            stale=layout.tensor(plan.tables[(layout.offsets + layout.num_blocks - 1)[begun & unfilled]]),
+            samples=layout.tensor(plan.samples),
             groups=(*layout.decode_groups(windows), *layout.prefills(windows)),
         )
 
@@ -160,17 +171,23 @@ class _Layout:
 
     plan: StepPlan
     tokens_per_block: int
+    device: torch.device
+    dtype: torch.dtype
     firsts: Int64
     contexts: Int64
     num_blocks: Int64
     offsets: Int64
 
     @classmethod
-    def of(cls, plan: StepPlan, tokens_per_block: int) -> _Layout:
+    def of(cls, plan: StepPlan, tokens_per_block: int, device: torch.device, dtype: torch.dtype) -> _Layout:
         contexts = plan.starts.astype(np.int64) + plan.lengths
         num_blocks = -(-contexts // tokens_per_block)
         firsts = np.cumsum(plan.lengths, dtype=np.int64) - plan.lengths
-        return cls(plan, tokens_per_block, firsts, contexts, num_blocks, np.cumsum(num_blocks) - num_blocks)
+        return cls(plan, tokens_per_block, device, dtype, firsts, contexts, num_blocks, np.cumsum(num_blocks) - num_blocks)
+
+    def tensor(self, indices: npt.NDArray[Any]) -> Tensor:
+        """int64, on the device."""
+        return torch.from_numpy(indices.astype(np.int64)).to(self.device)
 
     def decode_groups(self, windows: Sequence[int | None]) -> Iterator[DecodeRows]:
         """The sequences with one token, shortest first, cut into groups of similar length."""
@@ -187,11 +204,12 @@ class _Layout:
             masks = {}
             for window in windows:
                 seen = tokens < ends if window is None else (tokens < ends) & (tokens >= ends - window)
-                masks[window] = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).view(size, 1, 1, -1)
+                mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+                masks[window] = mask.to(self.device, self.dtype).view(size, 1, 1, -1)
             rows = self.firsts[members]
             yield DecodeRows(
-                rows=slice(int(rows[0]), int(rows[-1]) + 1) if rows[-1] - rows[0] + 1 == size else _tensor(rows),
-                blocks=_tensor(self.plan.tables[self.offsets[members][:, None] + place].reshape(-1)),
+                rows=slice(int(rows[0]), int(rows[-1]) + 1) if rows[-1] - rows[0] + 1 == size else self.tensor(rows),
+                blocks=self.tensor(self.plan.tables[self.offsets[members][:, None] + place].reshape(-1)),
                 masks=masks,
             )
 
@@ -203,22 +221,19 @@ class _Layout:
             yield PrefillRows(
                 rows=slice(row, row + length),
                 context=start + length,
-                blocks=_tensor(self.plan.tables[offset : offset + int(self.num_blocks[sequence])]),
-                masks={window: _mask(start, length, window) for window in windows},
+                blocks=self.tensor(self.plan.tables[offset : offset + int(self.num_blocks[sequence])]),
+                masks={window: self._mask(start, length, window) for window in windows},
             )
 
-
-def _mask(start: int, length: int, window: int | None) -> Tensor | None:
-    """None where the mask of a prompt without a past will do."""
-    if window is None or start + length <= window:
-        return causal_mask(start, length) if start else None
-    return causal_mask(start, length) + torch.full((length, start + length), -torch.inf).tril_(start - window)
-
-
-def causal_mask(start: int, length: int) -> Tensor:
-    """[length, start + length]: token ``start + i`` sees the tokens up to itself."""
-    return torch.full((length, start + length), -torch.inf).triu_(start + 1)
+    def _mask(self, start: int, length: int, window: int | None) -> Tensor | None:
+        """None where the mask of a prompt without a past will do."""
+        if window is None or start + length <= window:
+            return causal_mask(start, length, self.device).to(self.dtype) if start else None
+        # Made where it is used: of a long prompt it is large.
+        far = torch.full((length, start + length), -torch.inf, device=self.device).tril_(start - window)
+        return (causal_mask(start, length, self.device) + far).to(self.dtype)
 
 
-def _tensor(indices: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(indices.astype(np.int64))
+def causal_mask(start: int, length: int, device: torch.device) -> Tensor:
+    """float32 [length, start + length]: token ``start + i`` sees the tokens up to itself."""
+    return torch.full((length, start + length), -torch.inf, device=device).triu_(start + 1)

@@ -30,10 +30,10 @@ def linear(weight: Float32, dtype: torch.dtype, bias: Float32 | None = None) -> 
     added = None if bias is None else torch.from_numpy(bias)
     if dtype is torch.float32 and _can_pack():
         return functools.partial(_packed_product, torch.ops.mkldnn._reorder_linear_weight(tensor, PACKED_ROWS), added)
-    return functools.partial(_plain_product, tensor.to(dtype), added)
+    return functools.partial(plain_product, tensor.to(dtype), added)
 
 
-def _plain_product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def plain_product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     product = F.linear(x.to(weight.dtype), weight).float()
     return product if bias is None else product.add_(bias)
 
@@ -60,14 +60,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))).mul_(weight)
 
 
-def rotary_table(frequencies: npt.NDArray[np.float64], scale: float, head_dim: int, length: int) -> Tensor:
+def rotary_table(frequencies: npt.NDArray[np.float64], scale: float, head_dim: int, length: int) -> npt.NDArray[np.complex64]:
     """Rotations scale * exp(i * position * frequency), complex64 [length, 1, head_dim / 2].
 
     ``frequencies`` may be of fewer pairs than a head has; the others stay as they are.
     """
     table = np.ones((length, head_dim // 2), np.complex64)
     table[:, : len(frequencies)] = scale * np.exp(1j * np.outer(np.arange(length), frequencies))
-    return torch.from_numpy(table).unsqueeze(1)
+    return table[:, np.newaxis]
 
 
 def interleave_rotary(rows: Float32, head_dim: int, rotary_dim: int) -> Float32:

@@ -16,6 +16,7 @@ from headrace.engine.models import family_of
 from headrace.engine.models.adapters import AdapterFile
 from headrace.engine.models.shard import Shard
 from headrace.engine.models.stage import Stage
+from headrace.engine.runners.torch_device import TorchDevice
 from headrace.engine.runners.torch_layers import interleave_rotary
 
 #: products of a layer -> the projections, fields of DecoderFamily, whose rows it stacks
@@ -32,12 +33,12 @@ class LowRank(NamedTuple):
 class TorchAdapter:
     """This rank's share of one adapter, in the layers of its stage."""
 
-    def __init__(self, file: AdapterFile, model: ModelConfig, shard: Shard, stage: Stage, dtype: torch.dtype) -> None:
+    def __init__(self, file: AdapterFile, model: ModelConfig, shard: Shard, stage: Stage, device: TorchDevice, dtype: torch.dtype) -> None:
         self._products = {
             (layer, product): low_rank
             for layer in stage.layers
             for product in PRODUCTS
-            if (low_rank := _load(file, product, layer, model, shard, dtype)) is not None
+            if (low_rank := _load(file, product, layer, model, shard, device, dtype)) is not None
         }
 
     def add(self, layer: int, product: str, rows: Tensor | slice, x: Tensor, y: Tensor) -> None:
@@ -56,7 +57,7 @@ class TorchAdapter:
 AdapterRows = tuple[Tensor | slice, TorchAdapter]
 
 
-def adapter_rows(slots: Int32, lengths: Int32, adapters: dict[int, TorchAdapter]) -> Iterator[AdapterRows]:
+def adapter_rows(slots: Int32, lengths: Int32, adapters: dict[int, TorchAdapter], device: TorchDevice) -> Iterator[AdapterRows]:
     """The rows of each adapter. ``slots``, ``lengths``: [S], see ``StepPlan``. What is not in ``adapters`` is passed over."""
     by_row = np.repeat(slots, lengths)
     for slot in np.unique(slots).tolist():
@@ -64,10 +65,12 @@ def adapter_rows(slots: Int32, lengths: Int32, adapters: dict[int, TorchAdapter]
         if adapter is not None:
             rows = np.flatnonzero(by_row == slot)
             first, stop = int(rows[0]), int(rows[-1]) + 1
-            yield slice(first, stop) if stop - first == len(rows) else torch.from_numpy(rows), adapter
+            yield slice(first, stop) if stop - first == len(rows) else device.tensor(rows), adapter
 
 
-def _load(file: AdapterFile, product: str, layer: int, model: ModelConfig, shard: Shard, dtype: torch.dtype) -> LowRank | None:
+def _load(
+    file: AdapterFile, product: str, layer: int, model: ModelConfig, shard: Shard, device: TorchDevice, dtype: torch.dtype
+) -> LowRank | None:
     downs, ups, size = [], [], 0
     for role in PRODUCTS[product]:
         parts = file.parts(role, layer, shard)
@@ -86,4 +89,4 @@ def _load(file: AdapterFile, product: str, layer: int, model: ModelConfig, shard
     for row, up in ups:
         b[row : row + len(up), column : column + up.shape[1]] = up
         column += up.shape[1]
-    return LowRank(torch.from_numpy(np.concatenate(downs)).to(dtype), torch.from_numpy(b).to(dtype))
+    return LowRank(device.tensor(np.concatenate(downs), dtype), device.tensor(b, dtype))
