@@ -14,6 +14,7 @@ from headrace.engine.base import Beam, EngineRequest, Float32, Int32, LogprobRow
 from headrace.engine.kv_cache import cache_limits
 from headrace.engine.model_engine import ModelEngine
 from headrace.engine.plan import StepPlan
+from headrace.engine.slots import Clear, Copy, RowPlanner, Run, Swap
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 
@@ -93,6 +94,54 @@ class TinySlotRunner(TinyRunner):
         self.limits = self.limits._replace(num_slots=config.max_batch_size)
         self.size = self.limits.max_seq_len
         self.cache = np.full((config.max_batch_size, self.size), -1, np.int32)
+
+
+class TinyRowRunner(TinySlotRunner):
+    """The same as a runner with a graph does it: slots are in rows that move, and sequences are padded to runs.
+
+    What lies behind the end of a row is -2, also what padding writes; nothing but a run may write to a row that is in it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.rows = RowPlanner(config.max_batch_size, self.size)
+        self.moved = 0
+        self.widest = 0
+
+    def execute(self, arrays: Sequence[Int32]) -> Float32:
+        plan = StepPlan.from_arrays(arrays)
+        self.plans.append(plan)
+        logits = np.full((len(plan.samples), VOCAB), np.nan, np.float32)
+        computed: list[int] = []
+        for action in self.rows.follow(plan):
+            match action:
+                case Copy(source, target, count):
+                    self.cache[target, :count] = self.cache[source, :count]
+                case Clear(row, start, stop):
+                    assert (self.cache[row, stop:] == -1).all(), "nothing is written behind what is cleared"
+                    self.cache[row, start:stop] = -1
+                case Swap(first, second, first_count, second_count):
+                    assert (self.cache[first, first_count:] == -1).all() and (self.cache[second, second_count:] == -1).all()
+                    self.cache[[first, second]] = self.cache[[second, first]]
+                    self.moved += first_count + second_count
+                case Run():
+                    self.run(action, plan, logits)
+                    computed += [index for row, length in zip(action.index, action.lengths, strict=True) for index in row[:length].tolist()]
+        assert sorted(computed) == list(range(len(plan.tokens))), "each token once"
+        return logits
+
+    def run(self, run: Run, plan: StepPlan, logits: Float32) -> None:
+        count, width = run.index.shape
+        self.widest = max(self.widest, count if width > 1 else 0)
+        for place, (start, length) in enumerate(zip(run.starts.tolist(), run.lengths.tolist(), strict=True)):
+            row = self.cache[run.first + place]
+            assert start + width <= self.size, "a write past the end of a row"
+            row[start : start + width] = -2
+            row[start : start + length] = plan.tokens[run.index[place, :length]]
+        for sample, out in zip(run.samples.tolist(), run.rows.tolist(), strict=True):
+            place, step = divmod(sample, width)
+            assert run.index[place, step] == plan.samples[out] and run.positions[place, step] == run.starts[place] + step
+            logits[out] = self.logits_after(self.cache[run.first + place, : run.starts[place] + step + 1])
 
 
 def logits_after(tokens: Any) -> Float32:

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
-from tests.tiny_runner import EOS, Got, TinyEngine, TinyRunner, TinySlotRunner, alone
+from tests.tiny_runner import EOS, Got, TinyEngine, TinyRowRunner, TinyRunner, TinySlotRunner, alone
 
 #: values that a parameter may have beside not being set
 OPTIONAL: dict[str, list[Any]] = {
@@ -101,7 +101,9 @@ def compare(mine: Got, single: Got) -> bool:
     return cancelled
 
 
-@pytest.mark.parametrize(("kind", "first"), [(TinyRunner, 0), (TinyRunner, 20), (TinySlotRunner, 40), (TinySlotRunner, 60)])
+@pytest.mark.parametrize(
+    ("kind", "first"), [(TinyRunner, 0), (TinyRunner, 20), (TinySlotRunner, 40), (TinyRowRunner, 60), (TinyRowRunner, 80)]
+)
 def test_a_request_gets_what_it_gets_alone(kind: type[TinyRunner], first: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + 20):

@@ -123,6 +123,7 @@ PURE = {
     "headrace.engine.scheduler",
     "headrace.engine.sequence",
     "headrace.engine.slot_cache",
+    "headrace.engine.slots",
 }
 IMPURE = {"threading", "time", "socket", "select", "selectors", "asyncio", "subprocess", "multiprocessing", "os", "zmq", "mpi4py"}
 
