@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.checkpoint import ModelConfig
-from headrace.config import EngineConfig, EngineFacts
+from headrace.config import EngineConfig, EngineFacts, Runner
 from headrace.engine.adapter_slots import AdapterSlots, without
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.beams import Beams
@@ -32,6 +33,7 @@ from headrace.engine.slot_cache import SlotCache
 from headrace.errors import ModelError, RequestError
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
+from headrace.selection import INSTALL
 from headrace.telemetry import IterationStats, KvCacheEvent
 from headrace.tracing.hooks import Point
 from headrace.tracing.spans import About
@@ -85,19 +87,31 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
     """Load this rank's share of the model; every rank calls it. Progress comes in bytes. Raises ModelError."""
     if config.runner == "auto":
         raise ModelError("runner 'auto' is a question: headrace.selection puts a name in its place before a world starts")
+    if config.runner == "onnxruntime":
+        with _needs("onnxruntime", "onnxruntime", "onnx", "onnxruntime_extensions", "ml_dtypes"):
+            from headrace.engine.runners.onnx_runner import OnnxRunner
+
+        return OnnxRunner(config, collectives, progress)
     if config.runner != "torch":
-        raise ModelError(f"runner {config.runner!r} runs no model; use 'torch'")
+        raise ModelError(f"runner {config.runner!r} runs no model; use 'torch' or 'onnxruntime'")
     # GNU OpenMP spins between parallel regions by default, which starves whoever else needs the cores; read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    try:
+    with _needs("torch", "torch"):
         from headrace.engine.runners.torch_runner import TorchRunner
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModelError('runner "torch" needs PyTorch, which is not installed: pip install "headrace[torch]"') from None
 
     with open_checkpoint(config.model) as checkpoint:
         return TorchRunner(config, checkpoint, collectives, progress)
+
+
+@contextlib.contextmanager
+def _needs(runner: Runner, *packages: str) -> Iterator[None]:
+    """What imports a runner: raises ModelError that says what to install if one of these packages is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in packages:
+            raise
+        raise ModelError(f"runner {runner!r} needs {error.name}, which is not installed: {INSTALL[runner]}") from None
 
 
 def load_vocabulary(config: EngineConfig) -> Vocabulary:

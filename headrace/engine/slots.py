@@ -59,8 +59,8 @@ class Run:
         index: int64 [B, S], which of the plan's tokens each is; behind a sequence's end its last one.
         starts: int64 [B], tokens of each row before this step.
         lengths: int64 [B], those of this step without padding.
-        samples: int64, which of the B * S tokens' logits are wanted, ascending.
-        rows: int64, and which rows of the plan's logits they are.
+        samples: int64, which of the B * S tokens' logits are wanted.
+        rows: int64, and which rows of the plan's logits they are, ascending.
     """
 
     first: int
@@ -121,8 +121,6 @@ class RowPlanner:
         place_in[index[inside]] = np.flatnonzero(inside)
         places = place_in[plan.samples]
         rows = np.flatnonzero(places >= 0)
-        # Ascending, as the graph goes through its rows.
-        rows = rows[np.argsort(places[rows], kind="stable")]
         return Run(first, index, starts, lengths, places[rows], rows)
 
     def _groups(self, plan: StepPlan) -> Iterator[list[int]]:

@@ -40,7 +40,8 @@ LAYERS = {
     "headrace.engine": LEAVES | {"headrace.checkpoint", "headrace.tracing"},
     # Grammars are about bytes, which only the tokenizer knows.
     "headrace.engine.guided": LEAVES | {"headrace.engine", "headrace.text"},
-    "headrace.engine.model_engine": LEAVES | {"headrace.engine", "headrace.checkpoint", "headrace.text", "headrace.tracing"},
+    "headrace.engine.model_engine": LEAVES
+    | {"headrace.engine", "headrace.checkpoint", "headrace.text", "headrace.tracing", "headrace.selection"},
     "headrace.worker": LEAVES | {"headrace.ipc", "headrace.engine", "headrace.checkpoint", "headrace.tracing"},
     "headrace.worker.postprocess": LEAVES | {"headrace.worker", "headrace.ipc", "headrace.text", "headrace.forms"},
     "headrace.executor": LEAVES | {"headrace.ipc", "headrace.tracing"},
