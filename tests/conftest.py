@@ -29,6 +29,9 @@ import pytest
 from headrace.executor.session import VARIABLE, _base_folder
 from tests.books import Books
 
+# As in worlds, but here onnxruntime may be imported before the first runner is loaded.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 #: What is compared with a CPU's numbers is computed on the CPU, also where there are GPUs; tests/gpu is for those, and is run by itself.
 if "HEADRACE_TEST_GPU" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

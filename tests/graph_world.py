@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +12,11 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from headrace.checkpoint import Checkpoint, ModelConfig
-from headrace.engine.base import Collectives, Float32
+from headrace.engine.base import Float32
 from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.graph import RankGraph
 from headrace.engine.build.portable import PortableOps
 from headrace.engine.build.spec import (
-    COLLECTIVE,
     HIDDEN_IN,
     HIDDEN_OUT,
     INPUT_IDS,
@@ -31,41 +28,10 @@ from headrace.engine.build.spec import (
     past,
     present,
 )
+from headrace.engine.runners.onnx_collective import collectives_of, library
 from tests.threaded import ThreadWorld
 
 Array = npt.NDArray[Any]
-
-_here = threading.local()
-
-
-@functools.cache
-def library() -> str:
-    """The library of operators in Python, with the sum over ranks among them: it goes to the collectives of the thread that runs."""
-    from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
-
-    integer, text = PyCustomOpDef.dt_int64, PyCustomOpDef.dt_string
-
-    @onnx_op(  # type: ignore[misc]
-        op_type=COLLECTIVE,
-        inputs=[PyCustomOpDef.dt_float],
-        outputs=[PyCustomOpDef.dt_float],
-        attrs={"collective_operation": text, "reduce_op": text, "root": integer, "nb_rank": integer, "group_size": integer},
-    )
-    def all_reduce(partial: Float32, **attributes: object) -> Float32:
-        collectives: Collectives = _here.collectives
-        assert attributes == {
-            "collective_operation": "all_reduce",
-            "reduce_op": "sum",
-            "root": -1,
-            "nb_rank": collectives.size,
-            "group_size": 0,
-        }
-        total = np.array(partial, np.float32, order="C")
-        collectives.all_reduce(total)
-        return total
-
-    path: str = get_library_path()
-    return path
 
 
 def session_of(graph: RankGraph) -> ort.InferenceSession:
@@ -151,9 +117,6 @@ class GraphWorld:
         self._start(size, make)
 
     def _start(self, size: int, make: Callable[[int], list[GraphRank]]) -> None:
-        if size > 1:
-            # Here, since an operator that two threads declare is there twice.
-            library()
         self._world = ThreadWorld(size)
         try:
             self.ranks = self._world.run(make)
@@ -176,10 +139,10 @@ class GraphWorld:
         }
 
         def run(rank: int) -> Array:
-            _here.collectives = self._world.ranks[rank]
             result: Array = np.empty(0)
-            for stage in self.ranks[rank]:
-                result = stage.run(inputs | {HIDDEN_IN: result})
+            with collectives_of(self._world.ranks[rank]):
+                for stage in self.ranks[rank]:
+                    result = stage.run(inputs | {HIDDEN_IN: result})
             return result
 
         return np.concatenate(self._world.run(run), axis=1)

@@ -88,6 +88,8 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
     if config.runner == "auto":
         raise ModelError("runner 'auto' is a question: headrace.selection puts a name in its place before a world starts")
     if config.runner == "onnxruntime":
+        # Otherwise its import begins to collect what is to be sent to its makers, into a database in the user's folder.
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         with _needs("onnxruntime", "onnxruntime", "onnx", "onnxruntime_extensions", "ml_dtypes"):
             from headrace.engine.runners.onnx_runner import OnnxRunner
 

@@ -1,4 +1,4 @@
-"""``KVRows``: keys and values of one rank, each layer's in one buffer of rows. Memory comes as rows are written, and goes with ``clear``."""
+"""``KVRows``: keys and values of one rank, a buffer of rows for each layer. Memory comes as rows are written, and goes with ``clear``."""
 
 from __future__ import annotations
 
