@@ -19,12 +19,12 @@ OK, FAILURE, USAGE, ENGINE_DIED, CUT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands. A parsed namespace holds ``run``, what to call with it, and ``parser``, for errors of usage."""
-    from headrace.cli import bench, build, chat, doctor, generate, inspect, replay, run, serve
+    from headrace.cli import bench, build, chat, doctor, generate, inspect, replay, run, selftest, serve
 
     parser = argparse.ArgumentParser(prog="headrace", description="LLM inference through an MPI world of workers.")
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, chat, serve, build, inspect, bench, doctor, replay, run):
+    for module in (generate, chat, serve, build, inspect, bench, doctor, selftest, replay, run):
         module.add_parser(subcommands)
     return parser
 

@@ -86,6 +86,9 @@ LAYERS = {
     },
     # It drives executors of both kinds with what it reads from a file.
     "headrace.cli.replay": LEAVES | {"headrace", "headrace.cli", "headrace.executor", "headrace.ipc.recording", "headrace.checkpoint"},
+    # It knows the product from outside: what it compares with shares nothing with the engine.
+    "headrace.selftest": LEAVES | {"headrace.llm"},
+    "headrace.cli.selftest": LEAVES | {"headrace.cli", "headrace.selftest", "headrace.selection"},
     "headrace.__main__": {"headrace.cli"},
     "headrace": LEAVES | {"headrace.llm", "headrace.executor.launchers.forms"},
 }

@@ -1,0 +1,49 @@
+"""``headrace selftest`` in real worlds: what computes right passes, and a model that is not what was written is found."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace.cli import main
+from headrace.selftest import run
+from headrace.selftest.model import TinyModel, write_folder
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    code = main(["selftest", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_torch_computes_what_it_must_over_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, cases = report(capsys, "--engine", "torch", "--tp", "2")
+    assert code == 0 and {case["ranks"] for case in cases} == {1, 2} and len(cases) == 10
+    assert all(case["fault"] is None and 0 < case["worst"] < 1e-5 for case in cases)
+
+
+def test_bfloat16_passes_by_its_own_limit_and_not_by_that_of_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    code, cases = report(capsys, "--engine", "torch", "--tp", "1", "--dtype", "bf16")
+    assert code == 0 and all(1e-4 < case["worst"] < case["limit"] == 6e-2 for case in cases)
+
+
+def test_one_wrong_weight_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of one matrix of one layer is not what it was made as."""
+
+    def tampered(folder: Any, model: TinyModel, tensors: Any) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        changed = tensors[name].copy()
+        changed[77] *= 2
+        write_folder(folder, model, {**tensors, name: changed})
+
+    monkeypatch.setattr(run, "write_folder", tampered)
+    code, cases = report(capsys, "--engine", "torch", "--tp", "1")
+    assert code == 1 and all("differ, most of all at token" in case["fault"] for case in cases)
+
+
+def test_an_unknown_world_is_a_failed_case(capsys: pytest.CaptureFixture[str]) -> None:
+    code, cases = report(capsys, "--engine", "torch", "--tp", "1", "--mpi", "/no/mpiexec")
+    assert code == 1 and [case["check"] for case in cases] == ["world"] and "/no/mpiexec" in cases[0]["fault"]
