@@ -14,8 +14,9 @@ from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     from headrace.engine.build.driver import BuildReport
+    from headrace.engine.build.manifest import EngineDType
 
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPES: dict[str, EngineDType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 
 
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("onnx", "ml_dtypes"):
             raise
-        raise ModelError(f'headrace build needs {error.name}, which is not installed: pip install "headrace[onnx]"') from None
+        raise ModelError(f"headrace build needs {error.name}, which is not installed: pip install onnx") from None
     bars = Bars()
     try:
         report = build_model(arguments.model, options, Path(arguments.output), force=arguments.force, progress=bars)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.cli._options import MPI_CHOICES, add_debug_option, positive
+from headrace.cli.build import DTYPES
 from headrace.tested import GATED
 
 if TYPE_CHECKING:
     from headrace.selftest.run import Case
 
 ENGINES = ("torch", "onnxruntime", "tensorrt", "tensorrt-rtx")
-DTYPES: dict[str, Literal["float32", "float16", "bfloat16"]] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

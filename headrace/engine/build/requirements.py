@@ -8,7 +8,7 @@ from headrace.engine.build.manifest import Backend, EngineManifest
 
 #: backend -> (PyPI package whose version matters, what installs it)
 PACKAGES: dict[Backend, tuple[str, str]] = {
-    "onnxruntime": ("onnxruntime", 'pip install "headrace[onnx]"'),
+    "onnxruntime": ("onnxruntime", "pip install onnxruntime onnx onnxruntime-extensions"),
     "tensorrt": ("tensorrt", "pip install tensorrt"),
     "tensorrt-rtx": ("tensorrt-rtx", "pip install tensorrt-rtx"),
 }
