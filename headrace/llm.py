@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import msgspec
 
+from headrace.compiled import Settings, engine_manifest, follow
 from headrace.config import CapacityPolicy, Device, DType, EchoConfig, EngineConfig, EngineFacts, Quantization, Runner
 from headrace.errors import ModelError, QueueFullError, RequestError
 from headrace.lora import LoraRequest
@@ -46,18 +47,19 @@ class LLM(EngineOperations):
     """A model in a world of workers, from the constructor, which returns when the world is ready, to ``close``.
 
     Args:
-        model: a GGUF file, a Hugging Face folder or hub id, ``"smollm2-135m"``, or ``"echo"`` for the engine without a model.
+        model: a GGUF file, a Hugging Face folder or hub id, ``"smollm2-135m"``, an engine folder, which ``headrace build`` makes, or
+            ``"echo"`` for the engine without a model. An engine folder says for itself how many ranks and which runner it needs.
         tokenizer: where to read the tokenizer, if not from the model.
         tensor_parallel_size: ranks that share every layer; None: as many as the user's mpirun has started for each stage, one where there
             is no mpirun.
-        pipeline_parallel_size: stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them.
+        pipeline_parallel_size: stages, each of ``tensor_parallel_size`` ranks, that share the layers out among them; None: one.
         runner: who runs the forward pass; auto: what fits the machine and the other settings, see docs/engines.md. ``facts.runner`` is what
             was chosen, ``facts.runner_reason`` why.
         dtype: type of weights and activations; auto: float32 on CPU, bfloat16 on a GPU.
         device: "cpu" or "cuda", one GPU for each rank; auto: GPUs where there are any that the runner can use.
         cuda_graphs: record steps in which all requests decode on a GPU, which makes them faster and takes memory.
         quantization: type that projections are stored in.
-        max_batch_size: most requests in one step.
+        max_batch_size: most requests in one step; None: 64, or what an engine folder was built for.
         max_num_tokens: most tokens in one step.
         max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.
         kv_cache_tokens: size of the KV cache in tokens.
@@ -93,7 +95,7 @@ class LLM(EngineOperations):
             ``close``, which ends it, are of use.
 
     Raises:
-        ModelError: the model cannot be found or read.
+        ModelError: the model cannot be found or read, or the engine was built for other settings than these.
         StartupError: the world died, failed or stalled while it started; nothing of it is left.
     """
 
@@ -103,13 +105,13 @@ class LLM(EngineOperations):
         *,
         tokenizer: str | Path | None = None,
         tensor_parallel_size: int | None = None,
-        pipeline_parallel_size: int = _DEFAULTS.pipeline_parallel_size,
+        pipeline_parallel_size: int | None = None,
         runner: Runner = _DEFAULTS.runner,
         dtype: DType = _DEFAULTS.dtype,
         device: Device = _DEFAULTS.device,
         cuda_graphs: bool = _DEFAULTS.cuda_graphs,
         quantization: Quantization = _DEFAULTS.quantization,
-        max_batch_size: int = _DEFAULTS.max_batch_size,
+        max_batch_size: int | None = None,
         max_num_tokens: int = _DEFAULTS.max_num_tokens,
         max_seq_len: int | None = _DEFAULTS.max_seq_len,
         kv_cache_tokens: int = _DEFAULTS.kv_cache_tokens,
@@ -140,23 +142,32 @@ class LLM(EngineOperations):
         wait: bool = True,
     ) -> None:
         from headrace.executor.admission import QueueLimits
-        from headrace.executor.launchers.forms import choose
+        from headrace.executor.launchers.forms import be_rank, choose
         from headrace.executor.proxy import GenerationExecutorProxy
         from headrace.executor.texts.pool import check_count
         from headrace.executor.tracing import prepare
 
         # First of all: in a rank of the user's mpirun the process ends here, and what it had done would be in vain.
-        choice = choose(launcher, mpi, tensor_parallel_size, pipeline_parallel_size)
-        if trace is not None:
-            prepare(trace)  # before the world is started in vain
-        reason = ""
-        if model == "echo":
-            path, runner = "echo", "echo"
-        else:
+        be_rank(launcher, mpi)
+        path, engine = "echo", None
+        if model != "echo":
             from headrace.checkpoint import resolve_model
 
             path = str(resolve_model(str(model)).resolve())
-            runner, reason = choose_runner(Asked(runner, dtype, quantization, max_loras, device=device), look())
+            engine = engine_manifest(path)
+        settings = Settings(tensor_parallel_size, pipeline_parallel_size, dtype, quantization, max_batch_size, max_seq_len)
+        if engine is not None:
+            settings = follow(engine, settings, model)
+        pipeline_parallel_size = settings.pipeline_parallel_size or 1
+        choice = choose(launcher, mpi, settings.tensor_parallel_size, pipeline_parallel_size)
+        if trace is not None:
+            prepare(trace)  # before the world is started in vain
+        reason = ""
+        if path == "echo":
+            runner = "echo"
+        else:
+            backend = None if engine is None else engine.backend
+            runner, reason = choose_runner(Asked(runner, settings.dtype, settings.quantization, max_loras, backend, device), look())
             log.info("runner %s: %s", runner, reason)
         source = tokenizer if tokenizer is not None else (path if path != "echo" else None)
         check_count(postprocess_workers)
@@ -172,13 +183,13 @@ class LLM(EngineOperations):
             runner_reason=reason,
             tensor_parallel_size=choice.tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
-            dtype=dtype,
+            dtype=settings.dtype,
             device=device,
             cuda_graphs=cuda_graphs,
-            quantization=quantization,
-            max_batch_size=max_batch_size,
+            quantization=settings.quantization,
+            max_batch_size=_DEFAULTS.max_batch_size if settings.max_batch_size is None else settings.max_batch_size,
             max_num_tokens=max_num_tokens,
-            max_seq_len=max_seq_len,
+            max_seq_len=settings.max_seq_len,
             kv_cache_tokens=kv_cache_tokens,
             tokens_per_block=tokens_per_block,
             num_threads=num_threads,

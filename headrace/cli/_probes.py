@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headrace import __version__
+from headrace.compiled import engine_manifest
 from headrace.errors import EngineDeadError, HeadraceError
 
 #: seconds; the first import of torch from a cold disk takes tens of them
@@ -162,6 +163,10 @@ def model_file(name: str) -> Finding:
 
     try:
         path = resolve_model(name)
+        if (engine := engine_manifest(path)) is not None:
+            size = _size(sum(file.nbytes for file in engine.files()))
+            found = f"{name}: engine of {engine.model} for {engine.backend}, {engine.size} ranks, {size}; headrace inspect tells the rest"
+            return Finding("model", "ok", found)
         checkpoint = open_checkpoint(path)
         try:
             config = checkpoint.config

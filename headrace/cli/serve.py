@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli._options import add_debug_option, add_model_options, llm_arguments, positive
+from headrace.cli._options import DEFAULT_MODEL, add_debug_option, add_model_options, llm_arguments, positive
+from headrace.compiled import is_engine_folder
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.lora import LoraRequest
@@ -54,6 +55,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="serve OpenAI's API over HTTP",
         description="Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; /docs shows all routes.",
     )
+    parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model: an engine folder, a model file, a hub id")
     add_model_options(parser)
     group = parser.add_argument_group("service")
     group.add_argument("--host", default=DEFAULT_HOST, help=f"address to listen on (default: {DEFAULT_HOST}; 0.0.0.0: all)")
@@ -138,7 +140,8 @@ def settings_of(arguments: argparse.Namespace) -> ServeSettings:
 
 def _own_names(model: str) -> tuple[str, ...]:
     """What clients may call it if nobody says: as it was called here, unless that is a place on this machine."""
-    return () if os.sep in model and Path(model).exists() else (model,)
+    is_place = Path(model).exists() if os.sep in model else is_engine_folder(model)
+    return () if is_place else (model,)
 
 
 def serving_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -157,6 +160,10 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.serve.run import Ending, listen, listen_first, load, tls_context
     from headrace.serve.service import BACKLOG
 
+    if arguments.served is not None:
+        if arguments.model != DEFAULT_MODEL:
+            arguments.parser.error(f"two models, {arguments.served} and --model {arguments.model}: give one")
+        arguments.model = arguments.served
     settings = settings_of(arguments)
     tls = None
     if arguments.ssl_certfile is not None:

@@ -95,7 +95,7 @@ def test_what_cannot_be_built_is_one_line(capsys: pytest.CaptureFixture[str], tm
     make_folder(tmp_path / "engine")
     assert main(["build", "--model", str(tmp_path / "engine"), "-o", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err == (
-        f"headrace: error: {tmp_path / 'engine'} is an engine folder: give the checkpoint that it was built from\n"
+        f"headrace: error: {tmp_path / 'engine'} is an engine folder, and this needs the checkpoint that it was built from\n"
     )
     assert main(["build", "--model", str(tmp_path / "absent.gguf"), "-o", str(tmp_path / "out")]) == 1
     assert "no such file or folder" in capsys.readouterr().err

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli import main
 from headrace.cli.serve import add_parser, settings_of
 from headrace.serve.settings import ServeSettings
+from tests.engine_folders import make_folder
 
 
 def settings(*options: str) -> ServeSettings:
@@ -36,6 +38,19 @@ def test_clients_call_a_model_as_it_was_called_here(options: list[str], expected
 def test_clients_are_not_told_where_a_model_lies(tmp_path: Path) -> None:
     """A30: then it has the name that is in its file."""
     assert names("--model", str(tmp_path)) == ()
+
+
+def test_an_engine_folder_has_the_name_of_its_model_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "engine")
+    monkeypatch.chdir(tmp_path)
+    assert names("--model", "engine") == names("--model", "./engine") == ()
+
+
+def test_the_model_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "engine", "--model", "model.gguf"])
+    assert ended.value.code == 2
+    assert "two models, engine and --model model.gguf: give one" in capsys.readouterr().err
 
 
 def test_profiles_are_taken_only_where_the_operator_says_and_ranks_that_run_elsewhere_find_the_folder(

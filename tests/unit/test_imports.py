@@ -48,8 +48,18 @@ LAYERS = {
     "headrace.requests": LEAVES | {"headrace.executor", "headrace.text", "headrace.tracing"},
     "headrace.operations": {"headrace.executor"},
     "headrace.llm": LEAVES
-    | {"headrace.operations", "headrace.requests", "headrace.executor", "headrace.text", "headrace.checkpoint", "headrace.progress"}
+    | {
+        "headrace.compiled",
+        "headrace.operations",
+        "headrace.requests",
+        "headrace.executor",
+        "headrace.text",
+        "headrace.checkpoint",
+        "headrace.progress",
+    }
     | {"headrace.selection"},
+    # What an engine folder says of itself is data: all that the user process reads of it.
+    "headrace.compiled": LEAVES | {"headrace.checkpoint", "headrace.engine.build.manifest"},
     "headrace.progress": LEAVES,
     # It looks for packages by their files; none is imported.
     "headrace.selection": LEAVES,
@@ -60,7 +70,7 @@ LAYERS = {
     # What is compiled and inspected is files: neither needs a world.
     "headrace.cli.build": LEAVES | {"headrace.cli", "headrace.engine.build"},
     "headrace.cli.inspect": LEAVES | {"headrace.cli", "headrace.engine.build", "headrace.engine.runners.cuda_driver"},
-    "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.llm", "headrace.serve"},
+    "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.compiled", "headrace.llm", "headrace.serve"},
     "headrace.forms": LEAVES,
     "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor", "headrace.forms"},
     "headrace.bench": LEAVES | {"headrace.llm", "headrace.requests", "headrace.executor"},
@@ -79,6 +89,7 @@ LAYERS = {
     | {
         "headrace",
         "headrace.cli",
+        "headrace.compiled",
         "headrace.executor.launchers.mpi",
         "headrace.checkpoint",
         "headrace.engine.models",

@@ -14,7 +14,6 @@ from headrace.engine.base import ProgressHook
 from headrace.engine.build.decoder_graph import OpsMaker, write_rank_graph
 from headrace.engine.build.driver import BuildReport, build_engine
 from headrace.engine.build.graph import RankGraph
-from headrace.engine.build.manifest import is_engine_folder
 from headrace.engine.build.portable import PortableOps
 from headrace.engine.build.target import BuildOptions, Target, resolve_target
 from headrace.engine.models import open_checkpoint
@@ -44,8 +43,6 @@ def build_model(
 ) -> BuildReport:
     """Build the engine of a model, which is named as ``LLM`` takes it; see ``driver.build_engine``. Raises ModelError."""
     path = resolve_model(model)
-    if is_engine_folder(path):
-        raise ModelError(f"{path} is an engine folder: give the checkpoint that it was built from")
     with open_checkpoint(path) as checkpoint:
         target = resolve_target(options, checkpoint.config, "portable", "none" if options.quantization == "auto" else options.quantization)
         return build_engine(

@@ -29,7 +29,7 @@ from headrace.errors import ModelError
 
 #: names of the manifest in an engine folder, and of what is there while a build runs and after one that was killed
 MANIFEST, UNFINISHED = ENGINE_FILES
-#: of the manifest; changed with every change of what it means
+#: of the manifest, and of the inputs and outputs of graphs; changed with every change of what they mean
 FORMAT = 1
 #: no manifest comes near it; a larger file is something else
 MAX_MANIFEST_BYTES = 64 << 20
@@ -212,12 +212,6 @@ class EngineManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 #: names on the command line
 SHORT_DTYPES: dict[EngineDType, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
-
-def is_engine_folder(path: str | Path) -> bool:
-    """Whether ``path`` is a folder that was built, or in which a build has begun."""
-    path = Path(path)
-    return (path / MANIFEST).is_file() or (path / UNFINISHED).is_file()
 
 
 def encode_manifest(manifest: EngineManifest) -> bytes:

@@ -54,9 +54,8 @@ def choose(
     Raises:
         StartupError: it cannot be had.
     """
+    be_rank(launcher, mpi)
     wanted = _wanted(launcher)
-    if mpi == "auto" and wanted != "spawn":
-        take_slot()
     # Where it is said once: no rank of the mpirun comes here.
     _check(tensor_parallel_size, pipeline_parallel_size)
     given = slots()
@@ -71,6 +70,12 @@ def choose(
     tensor_parallel_size = _ranks_of_a_stage(given.size, tensor_parallel_size, pipeline_parallel_size)
     log.info("world: the %d ranks of the mpirun that started this process", given.size)
     return Choice(ExternalLauncher(given), tensor_parallel_size, may_restart=False)
+
+
+def be_rank(launcher: LauncherName = "auto", mpi: str = "auto") -> None:
+    """What ``choose`` does first: in a rank of the user's mpirun this does not return, except in the frontend. Raises StartupError."""
+    if mpi == "auto" and _wanted(launcher) != "spawn":
+        take_slot()
 
 
 def _check(tensor_parallel_size: int | None, pipeline_parallel_size: int) -> None:
