@@ -23,15 +23,10 @@ class Settings(NamedTuple):
     max_seq_len: int | None = None
 
 
-def is_engine_folder(path: str | Path) -> bool:
-    """Whether ``path`` is a folder that ``headrace build`` made, or has begun to."""
-    from headrace.checkpoint.resolve import ENGINE_FILES
-
-    return any((Path(path) / name).is_file() for name in ENGINE_FILES)
-
-
 def engine_manifest(path: str | Path) -> EngineManifest | None:
     """The manifest of an engine folder, checked; None where ``path`` is something else. Raises ModelError that says what does not fit."""
+    from headrace.checkpoint.resolve import is_engine_folder
+
     if not is_engine_folder(path):
         return None
     from headrace.engine.build.manifest import load_manifest

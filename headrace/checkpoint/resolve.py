@@ -20,6 +20,11 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 
 
+def is_engine_folder(path: str | Path) -> bool:
+    """Whether ``path`` is a folder that ``headrace build`` made, or has begun to."""
+    return any((Path(path) / name).is_file() for name in ENGINE_FILES)
+
+
 def resolve_model(name: str | Path) -> Path:
     """Absolute path of a GGUF file, a Hugging Face folder, or an engine folder.
 
@@ -57,7 +62,7 @@ def _packaged(name: str) -> Path:
 
 def _checked(path: Path) -> Path:
     if path.is_dir():
-        if not any((path / name).is_file() for name in ("config.json", *ENGINE_FILES)):
+        if not (path / "config.json").is_file() and not is_engine_folder(path):
             raise ModelError(
                 f"{path} is not a Hugging Face model folder: it has no config.json, nor an engine folder: it has no {ENGINE_FILES[0]}"
             )

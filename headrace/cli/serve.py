@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.checkpoint.resolve import is_engine_folder
 from headrace.cli._options import DEFAULT_MODEL, add_debug_option, add_model_options, llm_arguments, positive
-from headrace.compiled import is_engine_folder
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.lora import LoraRequest

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from headrace import LLM, ModelError
+from headrace.checkpoint.resolve import is_engine_folder
 from headrace.cli._probes import model_file
-from headrace.compiled import Settings, engine_manifest, follow, is_engine_folder
+from headrace.compiled import Settings, engine_manifest, follow
 from headrace.engine.build.manifest import UNFINISHED
 from headrace.engine.models import open_checkpoint
 from tests.engine_folders import make_folder

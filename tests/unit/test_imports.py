@@ -70,7 +70,7 @@ LAYERS = {
     # What is compiled and inspected is files: neither needs a world.
     "headrace.cli.build": LEAVES | {"headrace.cli", "headrace.engine.build"},
     "headrace.cli.inspect": LEAVES | {"headrace.cli", "headrace.engine.build", "headrace.engine.runners.cuda_driver"},
-    "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.compiled", "headrace.llm", "headrace.serve"},
+    "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.checkpoint", "headrace.llm", "headrace.serve"},
     "headrace.forms": LEAVES,
     "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor", "headrace.forms"},
     "headrace.bench": LEAVES | {"headrace.llm", "headrace.requests", "headrace.executor"},

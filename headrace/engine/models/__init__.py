@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.config import ModelConfig
-from headrace.checkpoint.resolve import ENGINE_FILES
+from headrace.checkpoint.resolve import is_engine_folder
 from headrace.engine.models.decoder import DecoderFamily
 from headrace.engine.models.from_gguf import open_gguf
 from headrace.engine.models.from_huggingface import open_folder
@@ -36,7 +36,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises ModelError for anything that cannot be read or is not supported, with the file and the reason in its text.
     """
     path = Path(path)
-    if any((path / name).is_file() for name in ENGINE_FILES):
+    if is_engine_folder(path):
         raise ModelError(f"{path} is an engine folder, and this needs the checkpoint that it was built from")
     checkpoint: Checkpoint = open_folder(path, FAMILIES.values()) if path.is_dir() else open_gguf(path, FAMILIES.values())
     try:

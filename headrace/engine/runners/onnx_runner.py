@@ -17,10 +17,11 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from headrace.checkpoint import ModelConfig
+from headrace.checkpoint.resolve import is_engine_folder
 from headrace.config import EngineConfig
 from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
 from headrace.engine.build.decoder_graph import write_rank_graph
-from headrace.engine.build.manifest import EngineDType, is_engine_folder, load_manifest
+from headrace.engine.build.manifest import EngineDType, load_manifest
 from headrace.engine.build.portable import PortableOps
 from headrace.engine.build.spec import (
     HIDDEN_IN,
