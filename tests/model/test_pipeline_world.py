@@ -1,10 +1,12 @@
-"""Stages as processes: two of two ranks each, with a tiny model."""
+"""Stages as processes: two of two ranks each, with a tiny model, for each runner; and an engine folder that was built for them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ import pytest
 from headrace import LoraRequest, SamplingParams
 from headrace.config import EngineConfig
 from headrace.engine.base import EngineRequest, SingleRank
+from headrace.engine.build.compiler import build_model
+from headrace.engine.build.target import BuildOptions
 from headrace.engine.model_engine import ModelEngine, load_runner
+from headrace.errors import ModelError
 from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
 from headrace.executor.lifecycle import RestartPolicy
 from headrace.executor.proxy import GenerationExecutorProxy
@@ -108,10 +113,23 @@ def test_logprobs_of_the_prompt_and_an_adapter(
     assert found == pytest.approx(rows, abs=1e-4) and len(found) == 29
 
 
+def test_an_engine_folder_of_two_stages_of_two_ranks(folder: str, expected: dict[int, list[int]], tmp_path: Path) -> None:
+    """A46: built for four ranks, run by onnxruntime without the checkpoint; in another world it is refused."""
+    built = tmp_path / "engine"
+    build_model(folder, BuildOptions(tensor_parallel_size=2, pipeline_parallel_size=2, max_batch_size=4, max_seq_len=128), built)
+    config = settings(str(built), runner="onnxruntime", tensor_parallel_size=2, pipeline_parallel_size=2)
+    with world(config) as executor:
+        assert (executor.facts.runner, len(executor.ranks())) == ("onnxruntime", 4)
+        handles = executor.submit([GenerationRequest(prompt.tolist(), PAST_EOS) for prompt in PROMPTS])
+        assert {index: completion(handle.result(LONG)).token_ids for index, handle in enumerate(handles)} == expected
+    with pytest.raises(ModelError, match=r"is for 2 x 2 ranks \(tp x pp\), this world has 1 x 1"):
+        load_runner(settings(str(built), runner="onnxruntime"), SingleRank(), lambda stage, done, total: None)
+
+
 @pytest.mark.kill
 def test_streams_go_on_when_the_rank_of_the_middle_stage_is_killed(folder: str, expected: dict[int, list[int]]) -> None:
     """A26: one of the others waits for what it is to send, one for being received, in MPI or between two plans."""
-    with world(settings(folder, pipeline_parallel_size=3), on_engine_death=RESTART) as executor:
+    with world(settings(folder, runner="onnxruntime", pipeline_parallel_size=3), on_engine_death=RESTART) as executor:
         handles = executor.submit([GenerationRequest(prompt.tolist(), PAST_EOS, streaming=True) for prompt in PROMPTS])
         tokens = [list(completion(next(handle)).token_ids_diff) for handle in handles]
         old = Deaths(pids(executor))
@@ -122,3 +140,14 @@ def test_streams_go_on_when_the_rank_of_the_middle_stage_is_killed(folder: str, 
         assert dict(enumerate(tokens)) == expected
         assert executor.counters()["restarts"] == 1 and old.survivors() == []
         old.close()
+
+
+def test_the_sum_over_ranks_imports_neither_torch_nor_transformers() -> None:
+    """Every rank would wait for them; nothing is left of how that is prevented."""
+    code = (
+        "import os, sys; from headrace.engine.runners.onnx_collective import library; library(); "
+        "assert not {'torch', 'transformers'} & sys.modules.keys(), 'imported'; "
+        "assert 'PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION' not in os.environ"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 0, done.stderr

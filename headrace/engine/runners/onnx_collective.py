@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,10 +71,30 @@ def library() -> str:
         return _declare()
 
 
+@contextlib.contextmanager
+def _without(*packages: str) -> Iterator[None]:
+    """Inside, packages that are not imported yet cannot be; and the environment is put back.
+
+    onnxruntime-extensions imports them if it can, for converters that nobody here asks for: 4 s of a core in every rank, and half a minute
+    until four ranks on two cores are ready. It also sets a variable that makes protobuf slow.
+    """
+    hidden = [name for name in packages if name not in sys.modules]
+    variables = dict(os.environ)
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: to import it is an ImportError
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+
+
 @functools.cache
 def _declare() -> str:
     try:
-        from onnxruntime_extensions import PyCustomOpDef, _ocos, get_library_path, onnx_op
+        with _without("transformers", "torch"):
+            from onnxruntime_extensions import PyCustomOpDef, _ocos, get_library_path, onnx_op
     except ImportError as error:
         raise ModelError(
             "tensor parallelism with onnxruntime needs onnxruntime-extensions, "
