@@ -60,6 +60,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-biases": ("llama", "Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
     "llama-linear": ("llama", "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
     "llama3": ("llama", "Llama", {"rope_parameters": LLAMA3, "num_attention_heads": 5, "num_key_value_heads": 5}),
+    "llama-nine-heads": (
+        "llama",
+        "Llama",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "mlp_bias": True, "attention_bias": True},
+    ),
     "mistral": ("mistral", "Mistral", {"sliding_window": 7, "head_dim": 12}),
     "qwen2": ("qwen2", "Qwen2", {"rope_parameters": YARN}),
     "qwen2-window": ("qwen2", "Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),

@@ -124,6 +124,10 @@ class GraphWorld:
             self.__exit__(None, None, None)
             raise
 
+    def caches(self, rank: int) -> list[Array]:
+        """Keys and values of the rank's layers, [batch, kv_heads, max_seq_len, head_dim]; what is written there the graph reads."""
+        return [cache.numpy() for stage in self.ranks[rank] for cache in stage.caches.values()]
+
     def step(self, tokens: Sequence[Sequence[int]], starts: Sequence[int], *, samples: Sequence[int] | None = None) -> Float32:
         """Logits [samples, vocabulary] of new tokens of each row, right-padded; samples: None: of every token, without padding."""
         longest = max(map(len, tokens))
