@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,20 @@ def test_weights_are_read_once_each_when_they_are_written_and_progress_says_how_
     assert sorted(model.reads) == sorted(model.tensors)
     assert steps[0] == ("export", 0, graph.nbytes) and steps[-1] == ("export", graph.nbytes, graph.nbytes)
     assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps) and len(steps) == len(graph.weights) + 1
+
+
+def test_writing_takes_the_memory_of_one_weight_not_of_the_model(tmp_path: Path) -> None:
+    model = random_model(tiny_config(hidden_size=128, intermediate_size=512, num_layers=8, head_dim=16))
+    graph = graph_of(model, dtype="float16")
+    largest = max(info.nbytes for info in graph.weights.values())
+    tracemalloc.start()
+    try:
+        graph.save(tmp_path, "rank0")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Gate and up as they were read, both in one, and that in the graph's type, which has half the bytes.
+    assert peak < 6 * largest < graph.nbytes / 2
 
 
 def test_a_write_that_fails_says_so(tmp_path: Path) -> None:
