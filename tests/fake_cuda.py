@@ -126,6 +126,17 @@ class FakeCudart:
         self.put(stream, lambda: ctypes.memset(devPtr, value, count) and None)
         return (OK,)
 
+    def cudaMemset2DAsync(self, devPtr: int, pitch: int, value: int, width: int, height: int, stream: Any) -> tuple[Any, ...]:
+        assert width <= pitch
+        self.on_device(devPtr, pitch * (height - 1) + width)
+
+        def clear() -> None:
+            for line in range(height):
+                ctypes.memset(devPtr + line * pitch, value, width)
+
+        self.put(stream, clear)
+        return (OK,)
+
     def cudaMemcpyAsync(self, dst: int, src: int, count: int, kind: cudaMemcpyKind, stream: Any) -> tuple[Any, ...]:
         places = {cudaMemcpyKind.cudaMemcpyHostToDevice: (self.on_device, self.on_host)}
         places[cudaMemcpyKind.cudaMemcpyDeviceToHost] = (self.on_host, self.on_device)

@@ -12,14 +12,13 @@ import enum
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.config import ModelConfig
-from headrace.engine.build.spec import GraphSpec
 from headrace.engine.build.tensorrt_profiles import EngineLimits, profiles
 from tests.fake_cuda import FakeCudart
 
@@ -85,11 +84,14 @@ TYPES: dict[str, tuple[DataType, Any]] = {
 Session = Callable[[Path], Any]
 
 
-def open_session(path: Path) -> Any:
+def open_session(path: Path, library: str | None = None) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    if library is not None:
+        options.register_custom_ops_library(library)
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -114,8 +116,11 @@ class FakeTensorRT:
 
     __name__ = "tensorrt"
 
-    def __init__(self, cudart: FakeCudart, session: Session = open_session, version: str = VERSION) -> None:
+    def __init__(
+        self, cudart: FakeCudart, session: Session = open_session, version: str = VERSION, sums: Callable[[Any], Any] = nullcontext
+    ) -> None:
         self.__version__ = version
+        self.sums = sums
         self.cudart = cudart
         self.session = session
         self.events: list[tuple[Any, ...]] = []
@@ -286,7 +291,8 @@ class IExecutionContext:
     def _compute(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
         feeds = {name: self._array(name, shapes[name], addresses[name]) for name in self.engine.input_names}
         # A copy: what is written in place must not change what is still read.
-        results = self.engine.session.run(self.engine.output_names, {name: array.copy() for name, array in feeds.items()})
+        with self.trt.sums(self.communicator):
+            results = self.engine.session.run(self.engine.output_names, {name: array.copy() for name, array in feeds.items()})
         for name, result in zip(self.engine.output_names, results, strict=True):
             if name.startswith("present_"):
                 assert addresses[name] == addresses[name.replace("present_", "past_")], "an output that shares memory has other memory"
@@ -302,8 +308,3 @@ class IExecutionContext:
 
     def _allows(self, call: str) -> bool:
         return call not in self.trt.refused
-
-
-def spec_names(spec: GraphSpec, config: ModelConfig) -> list[str]:
-    """Every tensor of a plan."""
-    return [*spec.inputs(config), *spec.outputs(config)]

@@ -94,8 +94,12 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
             from headrace.engine.runners.onnx_runner import OnnxRunner
 
         return OnnxRunner(config, collectives, progress)
+    if config.runner in ("tensorrt", "tensorrt-rtx"):
+        from headrace.engine.runners.tensorrt_runner import TensorRTRunner
+
+        return TensorRTRunner(config, collectives, progress)
     if config.runner != "torch":
-        raise ModelError(f"runner {config.runner!r} runs no model; use 'torch' or 'onnxruntime'")
+        raise ModelError(f"runner {config.runner!r} runs no model; use 'torch', 'onnxruntime' or 'tensorrt'")
     # GNU OpenMP spins between parallel regions by default, which starves whoever else needs the cores; read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with _needs("torch", "torch"):

@@ -15,8 +15,11 @@ SHARED = (("all_reduce", "all_reduce"), ("gather_columns", "gather"), ("send", "
 
 
 def runner_points(runner: Runner, groups: Sequence[Any] = ()) -> list[Point]:
-    """Of every rank. ``groups``: what the runner does with other ranks, those of the world first; see ``engine.base.Collectives``."""
-    points = [Point(runner, "execute", "forward")]
+    """Of every rank; a runner that has ``trace_points`` can be watched there, too.
+
+    ``groups``: what the runner does with other ranks, those of the world first; see ``engine.base.Collectives``.
+    """
+    points = [Point(runner, "execute", "forward"), *getattr(runner, "trace_points", list)()]
     for ranks in groups:
         if ranks.size > 1:
             points += [Point(ranks, name, shown) for name, shown in SHARED]

@@ -1,0 +1,292 @@
+"""The forward pass by TensorRT: executes step plans over one rank's plan, on one GPU, with sums over ranks by NCCL inside of it.
+
+Not verified on a GPU; see docs/engines.md for what is. Nothing of TensorRT or CUDA is imported before a runner is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.checkpoint.resolve import is_engine_folder
+from headrace.config import EngineConfig
+from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
+from headrace.engine.build.manifest import EngineManifest, load_manifest
+from headrace.engine.build.spec import HIDDEN_IN, INPUT_IDS, POSITION_IDS, SAMPLE_INDICES, WRITE_INDICES, GraphSpec
+from headrace.engine.build.tensorrt_profiles import DECODE, PREFILL, EngineLimits
+from headrace.engine.kv_cache import cache_limits
+from headrace.engine.models.shard import Shard
+from headrace.engine.pipeline import Pipeline
+from headrace.engine.plan import StepPlan
+from headrace.engine.runners.cuda_driver import CudaDevice, CudaDriver, CudaError, choose_device
+from headrace.engine.runners.cuda_runtime import CudaRuntime, aligned
+from headrace.engine.runners.nccl import NcclCommunicator
+from headrace.engine.runners.tensorrt_context import Buffers, TensorRTContext
+from headrace.engine.runners.tensorrt_plan import TensorRTPlan
+from headrace.engine.runners.tensorrt_rows import DeviceRows
+from headrace.engine.runners.tensorrt_steps import Piece, RowEnds, Window, decode_piece, prefill_pieces, window_of
+from headrace.engine.slots import Clear, Copy, RowPlanner, Run, Swap
+from headrace.engine.step_trace import StepTrace
+from headrace.errors import ModelError
+from headrace.tracing.hooks import Point
+
+log = logging.getLogger("headrace.engine")
+
+Array = npt.NDArray[Any]
+
+#: contexts with a CUDA graph at most, those used last
+MAX_GRAPHS = 32
+
+
+class TensorRTRunner:
+    """Implements ``model_engine.ModelRunner``: each sequence is in a row of its own (``SlotCache``).
+
+    Attributes:
+        model_name, model_config, dtype, quantization, versions, limits, max_loras: see ``ModelRunner``.
+    """
+
+    def __init__(self, config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> None:
+        """Load this rank's plan. Every rank makes one at the same time.
+
+        Raises ModelError if the folder does not fit this world, library or device, and CudaError if there is no device or no room on it.
+        """
+        folder = Path(config.model)
+        if not is_engine_folder(folder):
+            raise ModelError(f"runner {config.runner!r} runs engine folders, and {folder} is none: build one with headrace build")
+        manifest = load_manifest(folder)
+        self._pipeline = Pipeline(config, collectives)
+        self._check(manifest, folder, config)
+        place = self._pipeline.place
+        share = manifest.ranks[place.rank]
+        manifest.check_rank(folder, place.rank)
+        self.model_name, self.model_config = manifest.model, manifest.config
+        self.dtype: str = manifest.dtype
+        self.quantization = manifest.quantization
+        self.max_loras = 0
+        asked = msgspec.structs.replace(config, max_batch_size=min(config.max_batch_size, manifest.max_batch_size))
+        self.limits = cache_limits(asked, manifest.max_seq_len)._replace(num_slots=asked.max_batch_size)
+        self._spec = spec = GraphSpec(
+            max_seq_len=manifest.max_seq_len,
+            tensor_parallel_size=manifest.tp,
+            rank=share.place,
+            stages=manifest.pp,
+            stage=share.stage,
+            dtype=manifest.dtype,
+        )
+        self._bounds = EngineLimits(max_batch_size=manifest.max_batch_size, max_seq_len=manifest.max_seq_len, chunk=manifest.chunk)
+        size = sum(file.nbytes for file in share.files)
+        progress("load", 0, size)
+        device = self._choose_device(collectives)
+        self._cuda = CudaRuntime(device.ordinal)
+        # What is open already is given back if the rest fails.
+        self._plan: TensorRTPlan | None = None
+        self._communicator: NcclCommunicator | None = None
+        self._contexts: list[TensorRTContext] = []
+        # By window, those used last behind; None: seen once, without a context.
+        self._windows: OrderedDict[Window, TensorRTContext | None] = OrderedDict()
+        try:
+            assert share.plan is not None
+            self._load(folder / share.plan, manifest, config, device)
+        except BaseException:
+            self.close()
+            raise
+        progress("load", size, size)
+        self._rows = RowPlanner(self.limits.num_slots, spec.max_seq_len)
+        self._ends = RowEnds(self.limits.num_slots, spec.max_seq_len)
+        self._widths = [
+            stop - start for start, stop in (Shard.of(self.model_config, rank, manifest.tp).vocabulary for rank in range(manifest.tp))
+        ]
+        self._steps = 0
+        # While a profile is taken.
+        self._trace: StepTrace | None = None
+
+    def _check(self, manifest: EngineManifest, folder: Path, config: EngineConfig) -> None:
+        place = self._pipeline.place
+        if (manifest.tp, manifest.pp) != (place.tensor_parallel_size, place.pipeline_parallel_size):
+            raise ModelError(
+                f"engine folder {folder} is for {manifest.tp} x {manifest.pp} ranks (tp x pp), "
+                f"this world has {place.tensor_parallel_size} x {place.pipeline_parallel_size}"
+            )
+        if manifest.backend != config.runner:
+            raise ModelError(f"engine folder {folder} is for {manifest.backend}, not for {config.runner}")
+
+    def _choose_device(self, collectives: Collectives) -> CudaDevice:
+        driver = CudaDriver()
+        device = choose_device(collectives, driver.devices())
+        log.info("rank %d runs on device %d, %s, driver for CUDA %s", collectives.rank, device.ordinal, device.name, driver.version)
+        self._driver_version = driver.version
+        return device
+
+    def _load(self, path: Path, manifest: EngineManifest, config: EngineConfig, device: CudaDevice) -> None:
+        cuda, spec = self._cuda, self._spec
+        if int(self._driver_version.partition(".")[0]) < int(cuda.version.partition(".")[0]):
+            raise CudaError(f"the driver is for CUDA {self._driver_version}, and CUDA's runtime {cuda.version} needs a newer one")
+        plan = self._plan = TensorRTPlan(
+            path,
+            spec,
+            self.model_config,
+            self._bounds,
+            backend=manifest.backend,
+            version=manifest.versions.get(manifest.backend),
+            capability=manifest.capability,
+            device=device.capability,
+        )
+        self.versions = {manifest.backend: str(plan.trt.__version__), "cuda": cuda.version, "driver": self._driver_version}
+        buffers = Buffers(cuda, plan, self.limits.num_slots, *self._io_bytes())
+        self._device_rows = DeviceRows(cuda, plan, buffers)
+        if spec.tensor_parallel_size > 1:
+            self._communicator = NcclCommunicator(self._pipeline.group, device.ordinal)
+            self.versions["nccl"] = self._communicator.version
+        self._buffers = buffers
+        # In this order on every rank.
+        self._prefill = self._open(PREFILL, "prefill")
+        self._decode = self._open(DECODE, "decode")
+        cuda.synchronize()
+
+    def _open(self, profile: int, name: str, *, graph: bool = False) -> TensorRTContext:
+        assert self._plan is not None
+        context = TensorRTContext(self._cuda, self._plan, self._buffers, profile, self._communicator, name=name, graph=graph)
+        self._contexts.append(context)
+        return context
+
+    def _io_bytes(self) -> tuple[int, int]:
+        """Most bytes that inputs and output of one execution have."""
+        bounds, spec, hidden = self._bounds, self._spec, self.model_config.hidden_size
+        batch = bounds.max_batch_size
+        tokens, samples = max(bounds.prefill_batch * bounds.chunk, batch), max(bounds.prefill_samples, batch)
+        inputs = aligned(8 * tokens) + aligned(8 * batch) + aligned(8 * samples)
+        inputs += aligned(8 * tokens) if spec.is_first else aligned(4 * hidden * tokens)
+        start, stop = spec.shard(self.model_config).vocabulary
+        return inputs, 4 * samples * (stop - start) if spec.is_last else 4 * hidden * tokens
+
+    def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
+        """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
+        began = time.time_ns()
+        logits = self._execute(StepPlan.from_arrays(arrays))
+        if self._trace is not None:
+            self._trace.add(self._steps, began)
+        self._steps += 1
+        return logits
+
+    def _execute(self, plan: StepPlan) -> Float32 | None:
+        pipeline, spec, model = self._pipeline, self._spec, self.model_config
+        x = None if spec.is_first else pipeline.receive(len(plan.tokens), model.hidden_size)
+        rows = len(plan.samples)
+        shape = (rows, self._widths[spec.rank]) if spec.is_last else (len(plan.tokens), model.hidden_size)
+        result: Float32 = np.empty(shape, np.float32)
+        for action in self._rows.follow(plan):
+            match action:
+                case Run():
+                    self._run(action, plan, x, result)
+                case Copy(source, target, count):
+                    self._device_rows.copy(source, target, count)
+                    self._ends.copy(target, count)
+                case Clear(row, start, _):
+                    self._device_rows.clear(row, start, self._ends.clear(row, start))
+                case Swap(first, second):
+                    self._device_rows.swap(first, second, self._ends.swap(first, second))
+        if not spec.is_last:
+            pipeline.send(result)
+        logits = pipeline.group.gather_columns(result, self._widths) if spec.is_last and rows else None
+        return pipeline.bring_logits(logits, rows, model.vocab_size)
+
+    def _run(self, run: Run, plan: StepPlan, x: Float32 | None, result: Float32) -> None:
+        """``x``: [T, hidden] of the stage before. ``result``: logits of the plan's rows, or [T, hidden] for the stage behind."""
+        if run.index.shape[1] == 1:
+            context, piece = self._decode_context(run)
+            self._run_piece(context, piece, plan, x, result)
+        else:
+            for piece in prefill_pieces(run, self._bounds):
+                self._run_piece(self._prefill, piece, plan, x, result)
+        self._ends.run(run)
+
+    def _decode_context(self, run: Run) -> tuple[TensorRTContext, Piece]:
+        """For a step whose window comes for the first time the context that takes any size; then one with a CUDA graph.
+
+        All ranks see the same runs, so they make the same contexts at the same time.
+        """
+        window = window_of(run.first, len(run.index), self.limits.num_slots, self._bounds.buckets)
+        if window is None:
+            return self._decode, decode_piece(run)
+        if window not in self._windows:
+            self._remember(window, None)
+            return self._decode, decode_piece(run)
+        pads = self._ends.pad(window, run)
+        if pads is None:
+            return self._decode, decode_piece(run)
+        context = self._windows[window]
+        if context is None:
+            context = self._open(DECODE, f"decode rows {window.first} to {window.first + window.size - 1}", graph=True)
+        self._remember(window, context)
+        return context, decode_piece(run, window, pads)
+
+    def _remember(self, window: Window, context: TensorRTContext | None) -> None:
+        self._windows[window] = context
+        self._windows.move_to_end(window)
+        if len(self._windows) > MAX_GRAPHS:
+            _, old = self._windows.popitem(last=False)
+            if old is not None:
+                self._contexts.remove(old)
+                old.close()
+
+    def _run_piece(self, context: TensorRTContext, piece: Piece, plan: StepPlan, x: Float32 | None, result: Float32) -> None:
+        index = piece.index
+        inputs: dict[str, Array] = {POSITION_IDS: piece.positions, WRITE_INDICES: piece.writes}
+        if x is None:
+            inputs[INPUT_IDS] = plan.tokens[index].astype(np.int64)
+        else:
+            inputs[HIDDEN_IN] = x[index]
+        if self._spec.is_last:
+            inputs[SAMPLE_INDICES] = piece.samples
+            logits = context.run(inputs, piece.first)
+            result[piece.rows] = logits[: len(piece.rows)]
+        else:
+            hidden = context.run(inputs, piece.first)
+            result[index[piece.inside]] = hidden[piece.inside]
+
+    def take_failed_adapters(self) -> dict[int, str]:
+        """It runs none."""
+        return {}
+
+    def trace_points(self) -> list[Point]:
+        """What of a step can be watched, beside the whole."""
+        return [Point(self, "_run", "run"), Point(self._device_rows, "swap", "swap rows"), Point(self._device_rows, "copy", "copy rows")]
+
+    def start_profile(self) -> None:
+        """See ``base.Runner``: begin and end of each step; and what Nsight Systems records, if it waits for ``cudaProfilerStart``."""
+        self._trace = StepTrace(self._pipeline.world.rank)
+        self._cuda.start_profiler()
+
+    def stop_profile(self, path: str | None) -> None:
+        """See ``base.Runner``."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            self._cuda.stop_profiler()
+            if path is not None:
+                trace.write(path)
+
+    def close(self) -> None:
+        """Drop contexts, then the communicator that they have, plan and memory. May be called again.
+
+        What a device that does not come to its end uses is not touched: only the end of the process ends that.
+        """
+        if not self._cuda.drain():
+            return
+        while self._contexts:
+            self._contexts.pop().close()
+        self._windows.clear()
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan.close()
+        self._cuda.close()
