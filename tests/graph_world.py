@@ -16,6 +16,7 @@ from headrace.engine.base import Float32
 from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.graph import RankGraph
 from headrace.engine.build.portable import PortableOps
+from headrace.engine.build.serving import ServingOps
 from headrace.engine.build.spec import (
     HIDDEN_IN,
     HIDDEN_OUT,
@@ -23,6 +24,8 @@ from headrace.engine.build.spec import (
     LOGITS,
     POSITION_IDS,
     SAMPLE_INDICES,
+    SEQLENS_K,
+    TOTAL_SEQUENCE_LENGTH,
     WRITE_INDICES,
     GraphSpec,
     past,
@@ -65,7 +68,7 @@ class GraphRank:
     def __init__(self, session: ort.InferenceSession, spec: GraphSpec, config: ModelConfig, batch: int, garbage: float) -> None:
         self.spec = spec
         self.session = session
-        shape = (batch, spec.shard(config).num_kv_heads, spec.max_seq_len, config.head_dim)
+        shape = (batch, spec.shard(config).num_kv_heads, spec.cache_length, config.head_dim)
         rng = np.random.default_rng(spec.rank)
         kind = np.float16 if spec.dtype == "float16" else np.float32
         self.caches = {
@@ -103,14 +106,25 @@ class GraphWorld:
         batch: int = 1,
         dtype: str = "float32",
         garbage: float = 100.0,
-        ops: Any = PortableOps,
+        flavour: str = "portable",
+        quantization: str = "none",
     ) -> None:
 
         def make(rank: int) -> list[GraphRank]:
             specs = [
-                GraphSpec(tensor_parallel_size=size, rank=rank, stages=stages, stage=stage, dtype=dtype, max_seq_len=max_seq_len)  # type: ignore[arg-type]
+                GraphSpec(
+                    tensor_parallel_size=size,
+                    rank=rank,
+                    stages=stages,
+                    stage=stage,
+                    dtype=dtype,  # type: ignore[arg-type]
+                    max_seq_len=max_seq_len,
+                    flavour=flavour,  # type: ignore[arg-type]
+                    quantization=quantization,  # type: ignore[arg-type]
+                )
                 for stage in range(stages)
             ]
+            ops = ServingOps if flavour == "serving" else PortableOps
             graphs = [write_rank_graph(checkpoint, spec, ops, lambda stage, done, total: None) for spec in specs]
             return [GraphRank(session_of(graph), graph.spec, checkpoint.config, batch, garbage) for graph in graphs]
 
@@ -139,6 +153,8 @@ class GraphWorld:
             INPUT_IDS: ids,
             POSITION_IDS: np.array(starts, np.int64)[:, None] + np.arange(longest),
             WRITE_INDICES: np.array(starts, np.int64),
+            SEQLENS_K: np.array([start + len(own) - 1 for start, own in zip(starts, tokens, strict=True)], np.int32),
+            TOTAL_SEQUENCE_LENGTH: np.array(max(start + len(own) for start, own in zip(starts, tokens, strict=True)), np.int32),
             SAMPLE_INDICES: np.array(places if samples is None else samples, np.int64),
         }
 

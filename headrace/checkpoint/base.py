@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 
 #: (start, stop) of a slice, with 0 <= start <= stop <= size
 Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows of a quantised matrix as the file has them: uint8 [rows, blocks, bytes of a block].
+
+    ``kind``: name of the type, of ``checkpoint.quantization.TENSOR_TYPES``.
+    """
+
+    kind: str
+    raw: npt.NDArray[np.uint8]
 
 
 class Checkpoint(ABC):
@@ -57,6 +69,21 @@ class Checkpoint(ABC):
         Only what the slice needs is read and dequantised. Of a vector, ``rows`` selects elements and ``columns`` must be None.
         Raises ModelError if there is no such tensor, ValueError for a slice outside it.
         """
+
+    def block_type(self, name: str) -> str | None:
+        """Type of the blocks of a quantised matrix, a name of ``checkpoint.quantization.TENSOR_TYPES``; None: it has none, or is a vector.
+
+        Raises ModelError if there is no such tensor.
+        """
+        self.shape(name)
+        return None
+
+    def blocks(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Blocks:
+        """The given rows and columns of a matrix that has a ``block_type``; columns begin and end with blocks.
+
+        Raises ModelError if there is no such tensor, ValueError for a slice outside it or through a block.
+        """
+        raise ValueError(f"{name} has no blocks")
 
     @abstractmethod
     def close(self) -> None:

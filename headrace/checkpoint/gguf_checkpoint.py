@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.base import Checkpoint, Span
+from headrace.checkpoint.base import Blocks, Checkpoint, Span
 from headrace.checkpoint.config import ModelConfig
 from headrace.checkpoint.gguf import GGUFFile
+from headrace.checkpoint.tensor_file import RowOrder
 from headrace.errors import ModelError
 
 
@@ -45,11 +46,21 @@ class GGUFCheckpoint(Checkpoint):
         return self._file.check_readable(self._source(name)).nbytes
 
     def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> npt.NDArray[np.float32]:
-        order = partial(stored_rows, head_dim=self.config.head_dim) if name in self._interleaved else None
-        return self._file.read(self._source(name), rows, columns, order=order)
+        return self._file.read(self._source(name), rows, columns, order=self._order(name))
+
+    def block_type(self, name: str) -> str | None:
+        info = self._file.check_readable(self._source(name))
+        assert info.type is not None
+        return info.type.name if len(info.shape) == 2 and info.type.block_size > 1 else None
+
+    def blocks(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Blocks:
+        return self._file.blocks(self._source(name), rows, columns, order=self._order(name))
 
     def close(self) -> None:
         self._file.close()
+
+    def _order(self, name: str) -> RowOrder | None:
+        return partial(stored_rows, head_dim=self.config.head_dim) if name in self._interleaved else None
 
     def _source(self, name: str) -> str:
         source = self._sources.get(name)

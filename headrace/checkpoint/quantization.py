@@ -48,6 +48,9 @@ TENSOR_TYPES = {
     30: TensorType("BF16", 1, 2),
 }
 
+#: weights of one block, by the name of its type
+BLOCK_SIZES = {kind.name: kind.block_size for kind in TENSOR_TYPES.values()}
+
 #: number in the file -> name, for those that exist but cannot be read: the error names them
 OTHER_TYPES = {
     9: "Q8_1",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint.base import Span
+from headrace.checkpoint.base import Blocks, Span
 from headrace.checkpoint.quantization import TensorType, dequantize
 from headrace.errors import ModelError
 
@@ -84,9 +84,7 @@ class TensorFile(ABC):
         info = self.check_readable(name)
         kind = info.type
         assert kind is not None
-        start, stop = _resolve(rows, info.shape[0], f"rows of {name}")
-        stored = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset).reshape(info.shape[0], -1)
-        stored = stored[start:stop] if order is None else stored[order(np.arange(start, stop))]
+        stored = self._stored(name, info, rows, order)
         if len(info.shape) == 1:
             if columns is not None:
                 raise ValueError(f"{name} is a vector: it has no columns")
@@ -97,6 +95,28 @@ class TensorFile(ABC):
         values = dequantize(kind, stored[:, first * kind.block_bytes : last * kind.block_bytes])
         cut = first * kind.block_size
         return np.ascontiguousarray(values[:, left - cut : right - cut])
+
+    def blocks(self, name: str, rows: Span | None = None, columns: Span | None = None, *, order: RowOrder | None = None) -> Blocks:
+        """A slice of a matrix as it is stored, copied from the file. ``order``: see :meth:`read`.
+
+        Raises ModelError as :meth:`check_readable` does and ValueError for a slice outside the matrix or through a block.
+        """
+        info = self.check_readable(name)
+        kind = info.type
+        assert kind is not None
+        if len(info.shape) == 1:
+            raise ValueError(f"{name} is a vector")
+        left, right = _resolve(columns, info.shape[1], f"columns of {name}")
+        if left % kind.block_size or right % kind.block_size:
+            raise ValueError(f"columns of {name}: {left}:{right} cuts blocks of {kind.block_size}")
+        stored = self._stored(name, info, rows, order).reshape(-1, info.shape[1] // kind.block_size, kind.block_bytes)
+        return Blocks(kind.name, np.array(stored[:, left // kind.block_size : right // kind.block_size]))
+
+    def _stored(self, name: str, info: TensorInfo, rows: Span | None, order: RowOrder | None) -> npt.NDArray[np.uint8]:
+        """Rows as bytes, uint8 [rows, bytes of a row]."""
+        start, stop = _resolve(rows, info.shape[0], f"rows of {name}")
+        stored = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset).reshape(info.shape[0], -1)
+        return stored[start:stop] if order is None else stored[order(np.arange(start, stop))]
 
     def close(self) -> None:
         """Unmap the file. May be called again."""

@@ -148,4 +148,4 @@ def _declare_outputs(graph: Graph, parts: Parts) -> None:
 
 
 def _cache_shape(parts: Parts) -> list[int | str]:
-    return ["batch", parts.shard.num_kv_heads, parts.spec.max_seq_len, parts.config.head_dim]
+    return ["batch", parts.shard.num_kv_heads, parts.spec.cache_length, parts.config.head_dim]

@@ -8,10 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.checkpoint import Checkpoint
+from headrace.checkpoint.base import Blocks
+from headrace.checkpoint.quantization import BLOCK_SIZES
 from headrace.engine.base import Float32
 from headrace.engine.build.spec import GraphSpec
 from headrace.engine.models import family_of
@@ -22,6 +26,16 @@ from headrace.engine.models.shard import Shard
 from headrace.engine.models.stage import Stage
 
 Read = Callable[[], Float32]
+#: float32, or bytes
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Rows of a quantised matrix; ``kinds``: types of what ``read`` gives, one part after the other."""
+
+    kinds: tuple[str, ...]
+    read: Callable[[], list[Blocks]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,7 @@ class Projection:
         parts: what the rows are, from the first: (name, number).
         read: float32 [rows, columns].
         read_bias: float32 [rows]; None: there is none. Where ranks add up their products, one of them has the bias.
+        stored: the matrix as the checkpoint has it; None: it is not quantised there, or not so that this rank has whole blocks.
     """
 
     name: str
@@ -42,6 +57,7 @@ class Projection:
     parts: tuple[tuple[str, int], ...]
     read: Read
     read_bias: Read | None = None
+    stored: Stored | None = None
 
     @property
     def rows(self) -> int:
@@ -61,13 +77,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows of a matrix, float32 [vocab_size, hidden_size], times ``scale``."""
+    """Rows of a matrix, float32 [vocab_size, hidden_size], times ``scale``. ``stored``: as in ``Projection``."""
 
     name: str
     vocab_size: int
     hidden_size: int
     scale: float
     read: Read
+    stored: Stored | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +183,7 @@ class Parts:
             model.hidden_size,
             math.sqrt(model.hidden_size) if family.scaled_embedding else 1.0,
             lambda: self._whole.read(family.embedding),
+            self._stored(self._whole, family.embedding),
         )
 
     def final_norm(self) -> Norm:
@@ -179,7 +197,12 @@ class Parts:
         shared = model.tie_word_embeddings and spec.is_first and spec.tensor_parallel_size == 1
         weight = self._family.embedding if model.tie_word_embeddings else self._family.head
         return Projection(
-            "head", "embedding" if shared else "head", model.hidden_size, (("head", stop - start),), lambda: self._reader.read(weight)
+            "head",
+            "embedding" if shared else "head",
+            model.hidden_size,
+            (("head", stop - start),),
+            lambda: self._reader.read(weight),
+            stored=self._stored(self._reader, weight),
         )
 
     def layer(self, index: int) -> Layer:
@@ -212,7 +235,7 @@ class Parts:
         kv_rows = shard.num_kv_heads * model.head_dim
 
         def read_rows(query: Weight, key: Weight, value: Weight) -> Float32:
-            return np.concatenate([self._pad(self._reader.read(query), 0), self._reader.read(key, value)])
+            return np.concatenate([self._pad(self._reader.read(query), 0, model.head_dim), self._reader.read(key, value)])
 
         def head_norm(role: str, weight: Weight | None) -> Norm | None:
             return None if weight is None else self._norm(f"{name}/{role}", family.layer(weight, index))
@@ -230,6 +253,7 @@ class Parts:
                 (("query", kv_rows * shard.group_size), ("key", kv_rows), ("value", kv_rows)),
                 lambda: read_rows(query, key, value),
                 (lambda: read_rows(query.bias, key.bias, value.bias)) if model.qkv_bias else None,
+                self._stored(self._reader, query, key, value),
             ),
             query_norm=head_norm("query_norm", family.query_norm),
             key_norm=head_norm("key_norm", family.key_norm),
@@ -240,8 +264,8 @@ class Parts:
         )
 
     def _rotary(self, local: bool) -> Rotary:
-        length = self.spec.max_seq_len
-        radians, scale = frequencies(self.config, length, local=local)
+        length = self.spec.cache_length
+        radians, scale = frequencies(self.config, self.spec.max_seq_len, local=local)
 
         def table(function: np.ufunc) -> Float32:
             numbers: Float32 = (scale * function(np.outer(np.arange(length), radians))).astype(np.float32)
@@ -260,6 +284,7 @@ class Parts:
             (("gate", stop - start), ("up", stop - start)),
             lambda: self._reader.read(gate, up),
             (lambda: self._reader.read(gate.bias, up.bias)) if self.config.mlp_bias else None,
+            self._stored(self._reader, gate, up),
         )
 
     def _summed(self, name: str, weight: Weight, index: int, has_bias: bool) -> Projection:
@@ -274,22 +299,46 @@ class Parts:
             name,
             columns,
             ((weight.share.value, self.config.hidden_size),),
-            lambda: self._pad(self._reader.read(full), 1) if heads else self._reader.read(full),
+            lambda: self._pad(self._reader.read(full), 1, shard.head_dim) if heads else self._reader.read(full),
             (lambda: self._reader.read(full.bias)) if has_bias and self.spec.rank == 0 else None,
+            self._stored(self._reader, full),
         )
 
-    def _pad(self, heads: Float32, axis: int) -> Float32:
+    def _stored(self, reader: ShardReader, *weights: Weight) -> Stored | None:
+        kinds = []
+        for weight in weights:
+            kind = reader.block_type(weight)
+            padded = weight.axis is Axis.COLUMNS and weight.share is Share.QUERY_HEADS and self._padding != (0, 0)
+            if kind is None or (padded and self.shard.head_dim % BLOCK_SIZES[kind]):
+                return None
+            kinds.append(kind)
+
+        def read(weight: Weight, kind: str) -> Blocks:
+            """Of a block of zero bytes all weights are zeros."""
+            raw = reader.blocks(weight)
+            if weight.share is not Share.QUERY_HEADS:
+                return Blocks(kind, raw)
+            if weight.axis is Axis.ROWS:
+                return Blocks(kind, self._pad(raw, 0, self.shard.head_dim))
+            return Blocks(kind, self._pad(raw, 1, self.shard.head_dim // BLOCK_SIZES[kind]))
+
+        return Stored(tuple(kinds), lambda: [read(weight, kind) for weight, kind in zip(weights, kinds, strict=True)])
+
+    @property
+    def _padding(self) -> tuple[int, int]:
+        """Query heads of this rank's KV heads that other ranks have: before its own, and behind them."""
+        shard = self.shard
+        return shard.first_slot, shard.num_kv_heads * shard.group_size - shard.first_slot - shard.num_query_heads
+
+    def _pad(self, heads: Array, axis: int, head_size: int) -> Array:
         """Query heads along an axis, with zeros for those of this rank's KV heads that other ranks have.
 
         A zero query sees all keys alike, its result meets zeros in the output, and its own norm is zero.
         """
-        shard = self.shard
-        before = shard.first_slot
-        behind = shard.num_kv_heads * shard.group_size - before - shard.num_query_heads
-        if before == behind == 0:
+        if self._padding == (0, 0):
             return heads
         padding = [(0, 0)] * heads.ndim
-        padding[axis] = (before * shard.head_dim, behind * shard.head_dim)
+        padding[axis] = self._padding[0] * head_size, self._padding[1] * head_size
         return np.pad(heads, padding)
 
 

@@ -4,7 +4,7 @@ What they do not agree on is not used: order, lengths of keys and windows are an
 and attention with a soft cap is written out. The scale of attention is in the weights that give the queries: a factor of its own would be
 rounded to 8 bits in bfloat16, for all queries alike. ``onnx_guards`` refuses graphs that use what is not agreed on.
 
-Shapes: B sequences of S new tokens, H query heads, G KV heads, D head_dim, N max_seq_len.
+Shapes: B sequences of S new tokens, H query heads, G KV heads, D head_dim, N the cache's length.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class PortableOps:
         """[B, 1, S, N]: a token sees the places up to its own position. Places behind a sequence's end are behind its tokens' positions."""
         if window in self._masks:
             return self._masks[window]
-        graph, length = self._graph, self._spec.max_seq_len
+        graph, length = self._graph, self._spec.cache_length
         if None not in self._masks:
             positions = graph.node("Unsqueeze", [POSITION_IDS, graph.integers(1, 3)], "mask/positions")
             places = graph.weight("mask/places", "int64", (1, 1, 1, length), lambda: np.arange(length).reshape(1, 1, 1, -1))
@@ -208,7 +208,7 @@ class PortableOps:
         scores = self._float(graph.node("MatMul", [grouped, turned], f"{name}/scores"))
         capped = self._tanh_within(scores, softcap, f"{name}/scores")
         capped = self._multiply(capped, softcap, f"{name}/scores/softcap")
-        length = self._spec.max_seq_len
+        length = self._spec.cache_length
         apart = graph.node("Reshape", [capped, graph.integers(0, groups, shared, -1, length)], f"{name}/scores/apart")
         seen = graph.node("Unsqueeze", [mask, graph.integers(1)], f"{name}/scores/seen")
         # No row is without a place that it sees, so that a finite number will do, and no -inf becomes NaN.

@@ -8,7 +8,7 @@ A graph has, for a batch of ``batch`` sequences with ``seq`` new tokens each, ri
 | ``hidden_in`` | float32 | [batch, seq, hidden] | the other stages |
 | ``position_ids`` | int64 | [batch, seq], each from 0 to max_seq_len - 1 | all |
 | ``sample_indices`` | int64 | [samples], into batch * seq | the last stage |
-| ``past_key_{i}``, ``past_value_{i}`` | dtype | [batch, kv_heads, max_seq_len, head_dim] | all, for each layer i of the stage |
+| ``past_key_{i}``, ``past_value_{i}`` | dtype | [batch, kv_heads, cache_length, head_dim] | all, for each layer i of the stage |
 | ``write_indices`` | int64 | [batch], where the first new token of each row goes | the portable flavour |
 | ``seqlens_k`` | int32 | [batch], tokens of each row, those of this step included, less 1 | the serving flavour |
 | ``total_sequence_length`` | int32 | [] | the serving flavour |
@@ -68,7 +68,7 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         dtype: of matrices, KV cache and the products of matrices. The residual stream, norms and sums over ranks are float32 in any case:
             residual streams leave the range of float16 in some families, and sums on CPU are made in float32.
         quantization: of matrices, in the serving flavour.
-        max_seq_len: rows of the KV cache hold so many tokens.
+        max_seq_len: most tokens of one sequence.
         flavour: portable: standard operators of opset 24, for TensorRT and onnxruntime; serving: onnxruntime's own operators.
     """
 
@@ -93,6 +93,11 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ModelError(f"max_seq_len is {self.max_seq_len}: it must be at least 1")
         if self.flavour == "portable" and self.quantization != "none":
             raise ModelError(f"quantization is {self.quantization!r}: graphs of the portable flavour are not quantised")
+
+    @property
+    def cache_length(self) -> int:
+        """Tokens that a row of the KV cache has room for: in the serving flavour one more than a sequence has; see ``serving``."""
+        return self.max_seq_len + (self.flavour == "serving")
 
     @property
     def is_first(self) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.checkpoint import Checkpoint
+from headrace.checkpoint.quantization import BLOCK_SIZES
 from headrace.engine.base import Float32, ProgressHook
 from headrace.engine.models.decoder import Axis, DecoderFamily, Weight
 from headrace.engine.models.shard import Shard
@@ -39,11 +41,27 @@ class ShardReader:
         weights += self._offset
         return weights
 
+    def block_type(self, weight: Weight) -> str | None:
+        """Type of the blocks of a quantised matrix; None: it is none, or the rank's share of its columns is none of whole blocks."""
+        kind, columns = self._checkpoint.block_type(weight.name), self._shard.columns(weight)
+        if kind is None or (columns is not None and any(edge % BLOCK_SIZES[kind] for edge in columns)):
+            return None
+        return kind
+
+    def blocks(self, weight: Weight) -> npt.NDArray[np.uint8]:
+        """This rank's share of a matrix that has a ``block_type``, as it is stored: [rows, blocks, bytes of a block]."""
+        raw = self._checkpoint.blocks(weight.name, rows=self._shard.rows(weight), columns=self._shard.columns(weight)).raw
+        self._count(weight)
+        return raw
+
     def _slice(self, weight: Weight) -> Float32:
         array = self._checkpoint.tensor(weight.name, rows=self._shard.rows(weight), columns=self._shard.columns(weight))
+        self._count(weight)
+        return array
+
+    def _count(self, weight: Weight) -> None:
         self._done += self._nbytes(weight)
         self._progress("load", self._done, self._total)
-        return array
 
     def _nbytes(self, weight: Weight) -> int:
         return self._share(weight, self._checkpoint.nbytes(weight.name))
