@@ -6,6 +6,7 @@ never an MPI process.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -51,6 +52,7 @@ def all_findings(model: str, mpi: str, ranks: int) -> Iterator[Finding]:
     yield limits()
     for name, code, mend in PACKAGES:
         yield package(name, code, mend)
+    yield gpus(ranks)
     launcher = mpi_launcher(mpi)
     yield launcher
     yield model_file(model)
@@ -139,6 +141,34 @@ def package(name: str, code: str, mend: str) -> Finding:
         return Finding(name, "ok", child.stdout.strip())
     reason = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
     return Finding(name, "missing", reason[0], mend)
+
+
+def gpus(ranks: int) -> Finding:
+    """CUDA devices, their driver, and NCCL, which sums over several. They are asked in another process, and without torch."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "headrace.engine.runners.nccl"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "gpu", "note", f"the CUDA driver did not answer within {IMPORT_TIMEOUT:g} s; models run on the CPU with --device cpu"
+        )
+    if child.returncode != 0:
+        reason = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+        return Finding("gpu", "note", f"the CUDA driver cannot be asked: {reason[0]}")
+    there = json.loads(child.stdout)
+    trouble = "; ".join(there["trouble"])
+    if not there["devices"]:
+        return Finding(
+            "gpu", "ok", f"none ({'the driver sees no device' if there['driver'] else there['trouble'][0]}); models run on the CPU"
+        )
+    names = ", ".join(f"{name} ({_size(memory)}, capability {capability})" for name, memory, capability in there["devices"])
+    found = f"{names}; driver for CUDA {there['driver']}; {'NCCL ' + there['nccl'] if there['nccl'] else trouble}"
+    if len(there["devices"]) < ranks:
+        return Finding("gpu", "note", f"{found}; {ranks} ranks on GPUs need a device each")
+    if ranks > 1 and not there["nccl"]:
+        return Finding("gpu", "note", found, "pip install nvidia-nccl-cu" + there["driver"].partition(".")[0])
+    return Finding("gpu", "ok", found)
 
 
 def mpi_launcher(choice: str) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
 import types
 
 import pytest
@@ -108,3 +109,52 @@ def test_without_an_mpi_no_world_is_started(monkeypatch):
     monkeypatch.setattr(_probes, "world", lambda mpi, ranks: pytest.fail("started"))
     names = [finding.name for finding in _probes.all_findings("m", "auto", 2)]
     assert names[-2:] == ["mpi", "model"]
+
+
+H200 = ["NVIDIA H200", 150_000_000_000, "9.0"]
+NO_DRIVER = "there is no CUDA driver: libcuda.so.1: cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("there", "finding"),
+    [
+        (
+            {"driver": None, "devices": [], "nccl": None, "trouble": [NO_DRIVER, "there is no NCCL"]},
+            Finding("gpu", "ok", f"none ({NO_DRIVER}); models run on the CPU"),
+        ),
+        (
+            {"driver": "13.0", "devices": [], "nccl": "2.27.3", "trouble": []},
+            Finding("gpu", "ok", "none (the driver sees no device); models run on the CPU"),
+        ),
+        (
+            {"driver": "13.0", "devices": [H200, H200], "nccl": "2.27.3", "trouble": []},
+            Finding("gpu", "ok", ", ".join(["NVIDIA H200 (139.7 GiB, capability 9.0)"] * 2) + "; driver for CUDA 13.0; NCCL 2.27.3"),
+        ),
+        (
+            {"driver": "12.8", "devices": [H200, H200, H200], "nccl": None, "trouble": ["there is no NCCL"]},
+            Finding(
+                "gpu",
+                "note",
+                ", ".join(["NVIDIA H200 (139.7 GiB, capability 9.0)"] * 3) + "; driver for CUDA 12.8; there is no NCCL",
+                "pip install nvidia-nccl-cu12",
+            ),
+        ),
+        (
+            {"driver": "13.0", "devices": [H200], "nccl": "2.27.3", "trouble": []},
+            Finding(
+                "gpu",
+                "note",
+                "NVIDIA H200 (139.7 GiB, capability 9.0); driver for CUDA 13.0; NCCL 2.27.3; 2 ranks on GPUs need a device each",
+            ),
+        ),
+    ],
+)
+def test_gpus(there, finding, monkeypatch):
+    answer = subprocess.CompletedProcess([], 0, stdout=json.dumps(there), stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **settings: answer)
+    assert _probes.gpus(2) == finding
+
+
+def test_a_driver_that_crashes_is_a_finding(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **settings: subprocess.CompletedProcess([], -11, stdout="", stderr=""))
+    assert _probes.gpus(1) == Finding("gpu", "note", "the CUDA driver cannot be asked: exit code -11")

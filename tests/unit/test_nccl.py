@@ -211,6 +211,18 @@ def test_no_driver():
         CudaDriver("/nowhere/libcuda.so.1")
 
 
+def test_what_there_is_in_a_line(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "CudaDriver", lambda: CudaDriver(gpu.path))
+    monkeypatch.setattr(module, "find_library", lambda: gpu.path)
+    devices = [("Fake 0", 24 << 30, "8.9"), ("Fake 1", 24 << 30, "8.9")]
+    assert module.look() == {"driver": "13.1", "devices": devices, "nccl": "2.27.3", "trouble": []}
+    monkeypatch.setattr(module, "find_library", lambda: "/nowhere/libnccl.so.2")
+    gpu.set("cuda_error", 999)
+    found = module.look()
+    assert (found["driver"], found["devices"], found["nccl"]) == (None, [], None)
+    assert found["trouble"][0] == "cuInit of the CUDA driver: unknown error (999)" and found["trouble"][1].startswith("there is no NCCL")
+
+
 @pytest.mark.parametrize(
     ("visible", "chosen"),
     [

@@ -1,7 +1,4 @@
-"""The CUDA driver by ctypes: which devices there are, and which of them each rank takes. Needs neither torch nor the CUDA toolkit.
-
-``python -m headrace.engine.runners.cuda_driver`` says in a line what it finds.
-"""
+"""The CUDA driver by ctypes: which devices there are, and which of them each rank takes. Needs neither torch nor the CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -140,14 +137,3 @@ def _assign(visible: Sequence[Sequence[str]]) -> list[int]:
         chosen.append(free[0])
         taken.add(uuids[free[0]])
     return chosen
-
-
-def describe() -> str:
-    """Driver and devices in a line."""
-    driver = CudaDriver()
-    found = [f"{device.name} ({device.memory / 2**30:.0f} GiB, {'.'.join(map(str, device.capability))})" for device in driver.devices()]
-    return f"driver for CUDA {driver.version}, {', '.join(found) or 'no device'}"
-
-
-if __name__ == "__main__":
-    print(describe())

@@ -2,12 +2,15 @@
 
 Only what is used is bound, from the library that pip's nvidia-nccl packages bring or that the system has. It needs no torch, and it can be
 called while a CUDA graph is captured. Names and numbers are those of nccl.h, which are stable within NCCL 2.
+
+``python -m headrace.engine.runners.nccl`` prints as JSON what there is of devices, driver and NCCL.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import logging
 import threading
 import time
@@ -16,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.base import Collectives
-from headrace.engine.runners.cuda_driver import CudaDriver
+from headrace.engine.runners.cuda_driver import CudaDriver, CudaError
 from headrace.errors import HeadraceError
 
 log = logging.getLogger("headrace.engine")
@@ -227,3 +230,23 @@ class NcclCommunicator:
         if self._comm is None:
             raise NcclError(f"{self._where}: the communicator is closed")
         return self._comm
+
+
+def look() -> dict[str, Any]:
+    """What this machine has. ``devices``: [name, bytes, capability] of each. What is missing is None, and ``trouble`` says why."""
+    found: dict[str, Any] = {"driver": None, "devices": [], "nccl": None, "trouble": []}
+    try:
+        driver = CudaDriver()
+        found["driver"] = driver.version
+        found["devices"] = [(device.name, device.memory, "{}.{}".format(*device.capability)) for device in driver.devices()]
+    except CudaError as error:
+        found["trouble"].append(str(error))
+    try:
+        found["nccl"] = Nccl().version
+    except NcclError as error:
+        found["trouble"].append(str(error))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(look()))
