@@ -1,4 +1,7 @@
-"""What an engine folder decides about its world, and what is left to say. The user process reads its manifest, and nothing else of it."""
+"""What an engine folder decides about its world, what is left to say, and what a machine must have to run it.
+
+The user process reads the manifest, and nothing else of it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.config import DType, Quantization
 from headrace.errors import ModelError
+from headrace.selection import INSTALL
 
 if TYPE_CHECKING:
     from headrace.engine.build.manifest import EngineManifest
+
+
+#: backend -> what is imported, and the names under which it may be installed
+PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "onnxruntime": ("onnxruntime", ("onnxruntime",)),
+    "tensorrt": ("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")),
+    "tensorrt-rtx": ("tensorrt_rtx", ("tensorrt-rtx",)),
+}
 
 
 class Settings(NamedTuple):
@@ -71,3 +83,48 @@ def _command(manifest: EngineManifest, folder: str | Path, option: str, value: i
 
     short: dict[str, str] = {str(long): name for long, name in SHORT_DTYPES.items()}
     return manifest.command(folder=folder, **{option.replace("-", "_"): short.get(str(value), value)})
+
+
+class Here(NamedTuple):
+    """What there is to run an engine with.
+
+    Attributes:
+        version: of the backend's package; empty: nobody knows; None: it is not installed.
+        capabilities: of the GPUs that this process may use, as ``8.9``.
+        memory: bytes of memory that are free for use; None: unknown.
+    """
+
+    version: str | None
+    capabilities: tuple[str, ...] = ()
+    memory: int | None = None
+
+
+def obstacles(manifest: EngineManifest, here: Here) -> list[str]:
+    """Why the engine cannot run here, with what mends it; empty where nothing speaks against it."""
+    backend = manifest.backend
+    if here.version is None:
+        return [f"{backend} is not installed: {INSTALL[backend]}"]
+    if backend == "onnxruntime":
+        return _memory(manifest, here.memory)
+    found = []
+    built = manifest.versions.get(backend)
+    if built and here.version and built != here.version:
+        found.append(f"its plans were built by {backend} {built}, and {here.version} is installed: {manifest.command()}")
+    if len(here.capabilities) < manifest.size:
+        found.append(f"it needs {manifest.size} GPUs, one for each rank, and there are {len(here.capabilities)}")
+    if manifest.capability is not None:
+        fitting = [capability.strip() for capability in manifest.capability.split(",")]
+        others = sorted({capability for capability in here.capabilities if capability not in fitting})
+        if others:
+            found.append(
+                f"its plans are for GPUs of compute capability {manifest.capability}, and here are some of {', '.join(others)}: "
+                + manifest.command()
+            )
+    return found
+
+
+def _memory(manifest: EngineManifest, free: int | None) -> list[str]:
+    needed = sum(file.nbytes for rank in manifest.ranks for file in rank.files)
+    if free is None or needed <= free:
+        return []
+    return [f"its weights take {needed} bytes of memory, and {free} are free"]

@@ -89,6 +89,8 @@ def choose_runner(asked: Asked, machine: Machine) -> Selection:
             raise ModelError(f"runner={asked.runner!r}: this engine was built for {asked.backend!r}, which alone can run it")
         if (why := cannot(asked.backend, asked)) is not None:
             raise ModelError(f"this engine was built for {asked.backend!r}: {why}")
+        if not machine.has(asked.backend):
+            raise ModelError(f"this engine was built for {asked.backend!r}, which is not installed: {INSTALL[asked.backend]}")
         return Selection(asked.backend, "the engine was built for it")
     if asked.runner != "auto":
         if (why := cannot(asked.runner, asked)) is not None:

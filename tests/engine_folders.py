@@ -107,10 +107,11 @@ class SmallCompiler:
             self.made.append(name)
         return names
 
-    def write_plan(self, rank: int, graph: Path, folder: Path, progress: ProgressHook) -> str:
+    def write_plan(self, rank: int, graph: Path, progress: ProgressHook) -> str:
         name = f"rank{rank}.plan"
         self.before(name)
-        (folder / name).write_text(f"plan of {graph.read_text()} for {self.target.max_batch_size}, {self.target.chunk}")
+        graph.with_name(name).unlink(missing_ok=True)
+        graph.with_name(name).write_text(f"plan of {graph.read_text()} for {self.target.max_batch_size}, {self.target.chunk}")
         self.made.append(name)
         return name
 

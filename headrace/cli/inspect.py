@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli._options import add_debug_option
 from headrace.cli._sizes import size, table
 from headrace.cli.build import Bars
+from headrace.compiled import PACKAGES, Here, obstacles
 
 if TYPE_CHECKING:
     from headrace.engine.build.manifest import EngineManifest, EngineRank
@@ -36,7 +38,6 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(arguments: argparse.Namespace) -> int:
     """1 when a file is not as it was built, or when this machine cannot run the engine."""
     from headrace.engine.build.manifest import load_manifest, verify
-    from headrace.engine.build.requirements import obstacles
 
     folder = Path(arguments.folder)
     manifest = load_manifest(folder)
@@ -62,17 +63,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if faults or against else 0
 
 
-def look(manifest: EngineManifest) -> Any:
+def look(manifest: EngineManifest) -> Here:
     """At this machine, for this engine; nothing is imported."""
-    from headrace.engine.build.requirements import PACKAGES, Here
-
-    try:
-        version: str | None = importlib.metadata.version(PACKAGES[manifest.backend][0])
-    except importlib.metadata.PackageNotFoundError:
-        version = None
+    module, names = PACKAGES[manifest.backend]
+    version = None if importlib.util.find_spec(module) is None else next(filter(None, map(_version, names)), "")
     amounts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     memory = int(amounts["MemAvailable"].split()[0]) * 1024
     return Here(version, _gpus() if manifest.backend != "onnxruntime" else (), memory)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _gpus() -> tuple[str, ...]:

@@ -112,6 +112,7 @@ def test_what_nobody_needs_any_more_is_removed_and_other_files_stay(model: Path,
     build(model, folder, SmallCompiler(target(tensor_parallel_size=3, backend="tensorrt", dtype="float32")))
     (folder / "notes.txt").write_text("mine")
     (folder / "rank7.onnx").write_text("of a build that was killed")
+    (folder / "rank0.plan.123.part").write_text("of a build that was killed")
     graph = (folder / "rank0.onnx").stat().st_ino
     compiler = SmallCompiler(target(tensor_parallel_size=2, backend="tensorrt", dtype="float32"))
     report = build(model, folder, compiler)

@@ -15,11 +15,12 @@ from headrace.cli import build as command
 from headrace.cli import inspect as inspection
 from headrace.cli import main
 from headrace.cli._sizes import size, table
+from headrace.compiled import Here, obstacles
 from headrace.engine.build.driver import BuildReport, BuiltFile
 from headrace.engine.build.manifest import MANIFEST, EngineManifest
-from headrace.engine.build.requirements import Here, obstacles
 from headrace.engine.build.target import BuildOptions
 from headrace.errors import ModelError
+from headrace.selection import INSTALL
 from tests.engine_folders import make_folder
 
 compiler = pytest.importorskip("headrace.engine.build.compiler", reason="needs onnx", exc_type=ModuleNotFoundError)
@@ -165,11 +166,11 @@ def test_inspect_says_why_it_cannot_run_here(tmp_path: Path, monkeypatch: pytest
 def test_what_speaks_against_running(tmp_path: Path) -> None:
     plain = make_folder(tmp_path / "a")
     assert obstacles(plain, Here("1.32")) == obstacles(plain, Here("1.0", (), 1 << 40)) == []
-    assert obstacles(plain, Here(None)) == ["onnxruntime is not installed: pip install onnxruntime onnx onnxruntime-extensions"]
+    assert obstacles(plain, Here(None)) == ["onnxruntime is not installed: " + INSTALL["onnxruntime"]]
     (reason,) = obstacles(plain, Here("1.32", (), 1000))
     assert "bytes of memory, and 1000 are free" in reason
     plans = msgspec.structs.replace(make_folder(tmp_path / "b", backend="tensorrt"), versions={"tensorrt": "11.1"})
-    assert obstacles(plans, Here("11.1", ("8.9", "8.9"))) == []
+    assert obstacles(plans, Here("11.1", ("8.9", "8.9"))) == obstacles(plans, Here("", ("8.9", "8.9"))) == []
     assert obstacles(plans, Here(None, ("8.9", "8.9"))) == ["tensorrt is not installed: pip install tensorrt"]
     (reason,) = obstacles(plans, Here("11.2", ("8.9", "8.9", "8.9")))
     assert reason.startswith("its plans were built by tensorrt 11.1, and 11.2 is installed: headrace build --model")

@@ -59,7 +59,7 @@ LAYERS = {
     }
     | {"headrace.selection"},
     # What an engine folder says of itself is data: all that the user process reads of it.
-    "headrace.compiled": LEAVES | {"headrace.checkpoint", "headrace.engine.build.manifest"},
+    "headrace.compiled": LEAVES | {"headrace.checkpoint", "headrace.engine.build.manifest", "headrace.selection"},
     "headrace.progress": LEAVES,
     # It looks for packages by their files; none is imported.
     "headrace.selection": LEAVES,
@@ -69,7 +69,7 @@ LAYERS = {
     "headrace.cli.bench": LEAVES | {"headrace.cli", "headrace.llm", "headrace.bench", "headrace.text", "headrace.checkpoint"},
     # What is compiled and inspected is files: neither needs a world.
     "headrace.cli.build": LEAVES | {"headrace.cli", "headrace.engine.build"},
-    "headrace.cli.inspect": LEAVES | {"headrace.cli", "headrace.engine.build", "headrace.engine.runners.cuda_driver"},
+    "headrace.cli.inspect": LEAVES | {"headrace.cli", "headrace.compiled", "headrace.engine.build", "headrace.engine.runners.cuda_driver"},
     "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.checkpoint", "headrace.llm", "headrace.serve"},
     "headrace.forms": LEAVES,
     "headrace.serve": LEAVES | {"headrace.llm", "headrace.executor", "headrace.forms"},

@@ -72,6 +72,7 @@ def test_the_runner_that_fits_is_chosen(packages: frozenset[str], machine: dict[
         (ALL, {"quantization": "int8", "device": "cuda"}, "torch: quantization='int8'"),
         (ALL, {"runner": "pytorch"}, "runner='pytorch': it must be one of auto, torch, "),
         (ALL, {"runner": "torch", "backend": "tensorrt"}, "runner='torch': this engine was built for 'tensorrt'"),
+        (NO_ONNX, {"backend": "onnxruntime"}, "this engine was built for 'onnxruntime', which is not installed: pip install"),
         (ALL, {"backend": "tensorrt", "max_loras": 3}, "this engine was built for 'tensorrt': max_loras=3"),
     ],
 )

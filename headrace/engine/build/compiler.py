@@ -11,13 +11,16 @@ import onnx
 
 from headrace.checkpoint import Checkpoint, resolve_model
 from headrace.engine.base import ProgressHook
-from headrace.engine.build.decoder_graph import OpsMaker, write_rank_graph
+from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.driver import BuildReport, build_engine
+from headrace.engine.build.folder import TIMING_CACHE
 from headrace.engine.build.graph import RankGraph
+from headrace.engine.build.manifest import FORMAT
 from headrace.engine.build.portable import PortableOps
 from headrace.engine.build.target import BuildOptions, Target, resolve_target
+from headrace.engine.build.tensorrt_build import PlanBasis, build_plan, plan_basis
+from headrace.engine.build.tensorrt_profiles import EngineLimits
 from headrace.engine.models import open_checkpoint
-from headrace.errors import ModelError
 
 #: modules whose source decides what is in a graph or a plan, in the package ``headrace``
 WRITERS = ("checkpoint/*.py", "engine/models/*.py", "engine/build/*.py")
@@ -58,13 +61,20 @@ def build_model(
 
 
 class RankCompiler:
-    """Implements ``driver.Compiler`` over an open checkpoint."""
+    """Implements ``driver.Compiler`` over an open checkpoint. Raises ModelError if the backend's library does not do."""
 
     def __init__(self, checkpoint: Checkpoint, target: Target) -> None:
         self._checkpoint = checkpoint
         self._target = target
         self.versions = {"onnx": onnx.__version__}
         self.capability: str | None = None
+        self._basis: PlanBasis | None = None
+        if target.has_plans:
+            limits = EngineLimits(max_batch_size=target.max_batch_size, max_seq_len=target.max_seq_len, chunk=target.chunk)
+            # It loads the library: what is missing or does not fit is told before anything is written.
+            self._basis = plan_basis(target.backend, limits)
+            self.versions[target.backend] = self._basis.version
+            self.capability = self._basis.capability
 
     def graph_fingerprint(self, rank: int, model_sha256: str) -> str:
         """See ``driver.Compiler``."""
@@ -73,7 +83,9 @@ class RankCompiler:
 
     def plan_fingerprint(self, rank: int, graph_fingerprint: str) -> str | None:
         """See ``driver.Compiler``."""
-        return None
+        if self._basis is None:
+            return None
+        return self._basis.key(model=graph_fingerprint, spec=self._target.specs[rank], graph_version=FORMAT)
 
     def needed_bytes(self, rank: int) -> int:
         """See ``driver.Compiler``."""
@@ -83,10 +95,11 @@ class RankCompiler:
         """See ``driver.Compiler``."""
         return [file.name for file in self._graph(rank, progress).save(folder, stem)]
 
-    def write_plan(self, rank: int, graph: Path, folder: Path, progress: ProgressHook) -> str:
+    def write_plan(self, rank: int, graph: Path, progress: ProgressHook) -> str:
         """See ``driver.Compiler``."""
-        raise ModelError(f"{self._target.backend} has no plans")
+        assert self._basis is not None
+        spec, config = self._target.specs[rank], self._target.config
+        return build_plan(graph, spec, config, self._basis, progress=progress, timing_cache=graph.with_name(TIMING_CACHE)).name
 
     def _graph(self, rank: int, progress: ProgressHook) -> RankGraph:
-        ops: OpsMaker = PortableOps
-        return write_rank_graph(self._checkpoint, self._target.specs[rank], ops, progress)
+        return write_rank_graph(self._checkpoint, self._target.specs[rank], PortableOps, progress)

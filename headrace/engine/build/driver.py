@@ -54,8 +54,8 @@ class Compiler(Protocol):
     def write_graph(self, rank: int, folder: Path, stem: str, progress: ProgressHook) -> list[str]:
         """Write ``STEM.onnx`` and what it refers to; the names. Raises ModelError, OSError."""
 
-    def write_plan(self, rank: int, graph: Path, folder: Path, progress: ProgressHook) -> str:
-        """Write the plan of the graph in this file into the folder; its name. Raises ModelError, OSError."""
+    def write_plan(self, rank: int, graph: Path, progress: ProgressHook) -> str:
+        """Put the plan of the graph in this file beside it, whole or not at all; its name. Raises ModelError, OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +220,8 @@ class _Build:
         plan = None
         if wanted.plan is not None:
             if work.plan:
-                plan = compiler.write_plan(rank, place.path / graph, place.work, self._stage(f"rank {rank}: plan"))
-                place.put(plan)
+                plan = compiler.write_plan(rank, place.path / graph, self._stage(f"rank {rank}: plan"))
+                place.sync(plan)
                 files.append(describe_file(place.path, plan))
             else:
                 assert old_plan is not None

@@ -6,6 +6,7 @@
     engine.json.unfinished   from the first change to the last: what has been built so far; a folder that has it is refused
     .headrace-build/         files that are being written
     .headrace-build.lock     locked while a build runs; the file itself stays and means nothing
+    .headrace-timing.cache   TensorRT's, kept for the next build
 
 A file is written in ``.headrace-build`` and renamed into its place: whoever has mapped the one that was there keeps it.
 """
@@ -16,7 +17,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -29,8 +30,11 @@ from headrace.errors import ModelError
 WORK = ".headrace-build"
 LOCK = ".headrace-build.lock"
 
+#: what TensorRT knows of the speed of kernels on this GPU: the next rank, and the next build, need not measure again
+TIMING_CACHE = ".headrace-timing.cache"
+
 #: files that only a build of ours can have left
-OURS = re.compile(r"rank\d+\.(onnx|onnx\.data|plan)")
+OURS = re.compile(r"rank\d+\.(onnx|onnx\.data|plan|plan\.\d+\.part)")
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +88,7 @@ class BuildFolder:
 
     def _refuse_foreign(self) -> None:
         """A folder that holds other things stays as it is: the model's own folder above all."""
-        names = set(os.listdir(self.path)) - {LOCK, WORK}
+        names = set(os.listdir(self.path)) - {LOCK, WORK, TIMING_CACHE}
         if names and not names & {MANIFEST, UNFINISHED}:
             raise ModelError(
                 f"{self.path} holds other files ({sorted(names)[0]}) and is no engine folder: give one that is empty or not there yet"
@@ -126,6 +130,10 @@ class BuildFolder:
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.work / name, target)
 
+    def sync(self, name: str) -> None:
+        """Bring a file that is in its place onto the disk."""
+        _sync(self.path / name)
+
     def put_bytes(self, name: str, content: bytes) -> None:
         """Write a small file into its place."""
         target = self.work / name
@@ -145,10 +153,6 @@ class BuildFolder:
         """Room on its disk."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
-
-    def sizes(self, names: Collection[str]) -> int:
-        """Bytes of those of these files that are there."""
-        return sum(path.stat().st_size for name in names if (path := self.path / name).is_file())
 
     def _leftovers(self) -> list[str]:
         return [name for name in os.listdir(self.path) if OURS.fullmatch(name)]
