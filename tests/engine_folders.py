@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ class SmallCompiler:
     def write_plan(self, rank: int, graph: Path, progress: ProgressHook) -> str:
         name = f"rank{rank}.plan"
         self.before(name)
-        graph.with_name(name).unlink(missing_ok=True)
-        graph.with_name(name).write_text(f"plan of {graph.read_text()} for {self.target.max_batch_size}, {self.target.chunk}")
+        part = graph.with_name(f"{name}.{os.getpid()}.part")
+        part.write_text(f"plan of {graph.read_text()} for {self.target.max_batch_size}, {self.target.chunk}")
+        part.replace(graph.with_name(name))
         self.made.append(name)
         return name
 
