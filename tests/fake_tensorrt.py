@@ -198,7 +198,8 @@ class ICudaEngine:
         shape = self.get_tensor_shape(name)
         return [tuple(free[axis][kind] if size < 0 else size for axis, size in enumerate(shape)) for kind in range(3)]
 
-    def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
+    @property
+    def device_memory_size_v2(self) -> int:
         return self.trt.scratch_bytes
 
     def create_execution_context(

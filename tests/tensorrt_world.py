@@ -44,9 +44,13 @@ def write_folder(
     pp: int = 1,
     dtype: str = "float32",
     plan: Any = None,
+    compile_plan: Callable[[Path, GraphSpec], Any] | None = None,
     **changes: Any,
 ) -> EngineManifest:
-    """An engine folder with real graphs and stand-ins for plans. ``plan``: faults of the plans; ``changes``: of the manifest."""
+    """An engine folder with real graphs.
+
+    ``compile_plan``: makes the plan of a graph's file; None: a stand-in, with the faults of ``plan``. ``changes``: of the manifest.
+    """
     config = checkpoint.config
     ranks = []
     for rank in range(tp * pp):
@@ -60,7 +64,10 @@ def write_folder(
             dtype=dtype,  # type: ignore[arg-type]
         )
         write_rank_graph(checkpoint, spec, PortableOps, silent).save(folder, f"rank{rank}")
-        write_plan(folder / f"rank{rank}.plan", folder / f"rank{rank}.onnx", limits, **(plan or {}))
+        if compile_plan is None:
+            write_plan(folder / f"rank{rank}.plan", folder / f"rank{rank}.onnx", limits, **(plan or {}))
+        else:
+            compile_plan(folder / f"rank{rank}.onnx", spec)
         shard, layers = spec.shard(config), spec.layers(config)
         ranks.append(
             EngineRank(

@@ -30,6 +30,7 @@ USED = {
     "OnnxParser": {"parse_from_file": ["model"], "get_error": ["index"]},
     "IBuilderConfig": {
         "add_optimization_profile": ["profile"],
+        "clear_flag": ["flag"],
         "set_compute_capability": ["compute_capability", "index"],
         "create_timing_cache": ["serialized_timing_cache"],
         "set_timing_cache": ["cache", "ignore_mismatch"],
@@ -56,9 +57,15 @@ ATTRIBUTES = {
     "IExecutionContext": ("name",),
     "ICudaEngine": ("num_io_tensors", "num_optimization_profiles"),
 }
+SETTABLE = {
+    "IBuilderConfig": ("progress_monitor", "num_compute_capabilities"),
+    "IAttention": ("decomposable", "key_value_lengths"),
+    "IExecutionContext": ("name",),
+}
 MEMBERS = {
     "LayerType": ("PLUGIN", "PLUGIN_V2", "PLUGIN_V3", "ATTENTION_INPUT", "KV_CACHE_UPDATE", "DIST_COLLECTIVE"),
     "CausalMaskKind": ("NONE",),
+    "BuilderFlag": ("TF32",),
     "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
 }
 
@@ -123,6 +130,12 @@ def test_what_a_build_calls_is_there(name: str):
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_that_are_read_are_there(name: str):
     assert [attribute for attribute in ATTRIBUTES[name] if not hasattr(getattr(trt, name), attribute)] == []
+
+
+@pytest.mark.parametrize(("name", "attributes"), SETTABLE.items())
+def test_attributes_that_are_set_can_be(name: str, attributes: tuple[str, ...]):
+    for attribute in attributes:
+        assert getattr(getattr(trt, name), attribute).fset is not None
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -189,6 +189,9 @@ def test_a_graph_that_no_plan_is_made_of_is_refused(tmp_path):
         build_plan(tmp_path / "x.onnx", GraphSpec(max_seq_len=32), tiny_config(), basis_of(), progress=nothing)
     with pytest.raises(ModelError, match="not of the serving one"):
         build_plan(tmp_path / "x.onnx", GraphSpec(max_seq_len=64, flavour="serving"), tiny_config(), basis_of(), progress=nothing)
+    basis = basis_of(limits=EngineLimits(max_batch_size=20, max_seq_len=63, chunk=16))
+    with pytest.raises(ModelError, match="a row of the KV cache has 3780 bytes, which must be a multiple of 256"):
+        build_plan(tmp_path / "x.onnx", GraphSpec(max_seq_len=63, dtype="float16"), tiny_config(), basis, progress=nothing)
 
 
 class Phases:

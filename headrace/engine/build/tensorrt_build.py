@@ -20,7 +20,7 @@ from headrace.engine.base import ProgressHook
 from headrace.engine.build.spec import GraphSpec
 from headrace.engine.build.tensorrt_guards import allow_decomposition, check_network
 from headrace.engine.build.tensorrt_library import Capability, load_library, logger_of, parse_capability, targets
-from headrace.engine.build.tensorrt_profiles import EngineLimits, Profile, profiles
+from headrace.engine.build.tensorrt_profiles import EngineLimits, Profile, profiles, row_bytes
 from headrace.errors import ModelError
 
 log = logging.getLogger("headrace.tensorrt")
@@ -121,6 +121,7 @@ def build_plan(
         raise ModelError(f"the graph is for max_seq_len {spec.max_seq_len}, the plan for {basis.limits.max_seq_len}")
     if spec.flavour != "portable":
         raise ModelError(f"TensorRT runs graphs of the portable flavour, not of the {spec.flavour} one")
+    row_bytes(spec, config)
     began = time.monotonic()
     plan = PlanBuilder(load_library(basis.backend), basis).build(onnx_path, spec, config, progress, timing_cache)
     path = onnx_path.with_suffix(".plan")
@@ -147,6 +148,8 @@ class PlanBuilder:
         check_network(trt, network, spec, config)
         allow_decomposition(trt, network)
         settings = self._builder.create_builder_config()
+        # Products of float32 numbers would be made of 10 bits of each otherwise: who wants that has float16.
+        settings.clear_flag(trt.BuilderFlag.TF32)
         if self._basis.backend == "tensorrt-rtx" and self._basis.capabilities:
             self._set_targets(settings, self._basis.capabilities)
         for profile in self._basis.profiles:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.engine.build.spec import SAMPLE_INDICES
+from headrace.checkpoint.config import ModelConfig
+from headrace.engine.build.spec import SAMPLE_INDICES, GraphSpec
 from headrace.errors import ModelError
 
 #: sequences of one prefill at most: what is padded costs as much as what is not
@@ -21,6 +22,9 @@ MAX_PREFILL_BATCH = 4
 MAX_PREFILL_SAMPLES = 256
 #: decode batches are padded to one of these, and to the greatest possible one
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+#: bytes: what TensorRT asks of addresses
+ADDRESS_ALIGNMENT = 256
 
 #: least, usual and greatest
 Bounds = tuple[int, int, int]
@@ -80,6 +84,18 @@ class Profile(NamedTuple):
         if free != list(range(len(free))) or len(free) > len(sizes):
             raise ModelError(f"input {name} has the shape {list(shape)}: no profile says how large what is -1 in it may be")
         return [tuple(sizes[axis][kind] if axis in free else size for axis, size in enumerate(shape)) for kind in range(3)]
+
+
+def row_bytes(spec: GraphSpec, config: ModelConfig) -> int:
+    """Of one sequence's row in one layer's keys or values. Raises ModelError if rows would not begin where TensorRT wants addresses."""
+    width = config.head_dim * (4 if spec.dtype == "float32" else 2)
+    size = spec.shard(config).num_kv_heads * spec.max_seq_len * width
+    if size % ADDRESS_ALIGNMENT:
+        raise ModelError(
+            f"max_seq_len is {spec.max_seq_len}: a row of the KV cache has {size} bytes, which must be a multiple of {ADDRESS_ALIGNMENT}; "
+            f"a max_seq_len that is a multiple of {ADDRESS_ALIGNMENT} always fits"
+        )
+    return size
 
 
 PREFILL, DECODE = 0, 1

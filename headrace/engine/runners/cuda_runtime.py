@@ -17,19 +17,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.engine.build.tensorrt_profiles import ADDRESS_ALIGNMENT
 from headrace.engine.runners.cuda_driver import CudaError
 
 log = logging.getLogger("headrace.engine")
 
 #: what a device is given to end what it was doing when its runner is closed
 DRAIN_SECONDS = 2.0
-#: what TensorRT asks of addresses
-ALIGNMENT = 256
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of ``ALIGNMENT``."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    """The next multiple of ``ADDRESS_ALIGNMENT``."""
+    return -(-nbytes // ADDRESS_ALIGNMENT) * ADDRESS_ALIGNMENT
 
 
 def load_cudart() -> Any:

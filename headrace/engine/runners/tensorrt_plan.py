@@ -20,8 +20,7 @@ from headrace.engine.build.spec import (
     present,
 )
 from headrace.engine.build.tensorrt_library import Capability, load_library, logger_of, targets
-from headrace.engine.build.tensorrt_profiles import EngineLimits, profiles
-from headrace.engine.runners.cuda_runtime import ALIGNMENT
+from headrace.engine.build.tensorrt_profiles import EngineLimits, profiles, row_bytes
 from headrace.errors import HeadraceError, ModelError
 
 #: type of a tensor -> (TensorRT's name, bytes of a number)
@@ -113,8 +112,7 @@ class TensorRTPlan:
 
     def context_bytes(self) -> int:
         """Memory that a context needs beside its tensors, whichever its profile."""
-        sizes = [self.engine.get_device_memory_size_for_profile_v2(index) for index in range(self.engine.num_optimization_profiles)]
-        return int(max(sizes))
+        return int(self.engine.device_memory_size_v2)
 
     def close(self) -> None:
         """Give it back; its contexts are gone by then."""
@@ -162,18 +160,6 @@ class TensorRTPlan:
                 if found != bounds:
                     faults.append(f"in profile {profile.name} {name} is {found[0]} to {found[-1]}, not {bounds[0]} to {bounds[-1]}")
         return faults
-
-
-def row_bytes(spec: GraphSpec, config: ModelConfig) -> int:
-    """Of one sequence's row in one layer's keys or values. Raises ModelError if rows would not begin where TensorRT wants addresses."""
-    width = config.head_dim * DTYPES[spec.dtype][1]
-    size = spec.shard(config).num_kv_heads * spec.max_seq_len * width
-    if size % ALIGNMENT:
-        raise ModelError(
-            f"max_seq_len is {spec.max_seq_len}: a row of the KV cache has {size} bytes, which must be a multiple of {ALIGNMENT}; "
-            f"a max_seq_len that is a multiple of {ALIGNMENT} always fits"
-        )
-    return size
 
 
 def _check_capability(trt: Any, path: Path, backend: str, capability: str | None, device: Capability) -> None:
