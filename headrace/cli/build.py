@@ -57,7 +57,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--quantization",
         choices=get_args(Quantization),
         default="auto",
-        help="of the weights (default: auto: as the model file has them, where the backend can)",
+        help="of the weights, for onnxruntime (default: auto: none)",
     )
     group.add_argument("--max-batch", type=positive, default=64, metavar="N", help="most sequences in one step (default: 64)")
     group.add_argument("--max-seq-len", type=positive, metavar="N", help="most tokens of prompt plus answer (default: the model's context)")
