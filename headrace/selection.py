@@ -126,8 +126,8 @@ def cannot(runner: Runner, asked: Asked) -> str | None:
         return "device='cpu', and it computes on GPUs"
     if runner == "torch" and asked.quantization not in ("auto", "none"):
         return f"quantization={asked.quantization!r} is what runner='onnxruntime' does"
-    if runner == "onnxruntime" and asked.dtype not in ("auto", "float32") and asked.backend is None:
-        return f"dtype={asked.dtype!r} on CPU is what runner='torch' does"
+    if runner == "onnxruntime" and asked.dtype == "bfloat16":
+        return "dtype='bfloat16' is nothing that onnxruntime multiplies on CPU, and what runner='torch' does"
     return None
 
 

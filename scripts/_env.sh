@@ -1,5 +1,5 @@
 # Sourced by the other scripts: where the checkout is, and `ensure_env LEVEL`, which makes .venv in it with what LEVEL needs:
-#   run   headrace, torch and the small model          test  the same, and what the tests and checks need
+#   run   headrace and the small model                 test  the same, torch, and what the tests and checks need
 # What an environment was made from is written in .venv/LEVEL.stamp; where that agrees, nothing is done.
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -18,12 +18,12 @@ env_help() {
     cat <<TEXT
 Environment:
   PYTHON=PATH       interpreter for the environment; default: the newest of python3.13 to python3.11 that works
-  TORCH_SPEC=SPEC   what pip installs as torch; now: $TORCH_SPEC
+  TORCH_SPEC=SPEC   what pip installs as torch, for the tests alone; now: $TORCH_SPEC
   PIP_*             pip's own variables, for example PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS
 
 On x86-64 Linux the torch on PyPI is built for CUDA and brings several GB. The smaller build for CPUs comes from PyTorch's own index
 (its address is on pytorch.org, under "Get Started", for pip and CPU):
-  PIP_EXTRA_INDEX_URL=ADDRESS TORCH_SPEC=torch==2.13.0+cpu scripts/try
+  PIP_EXTRA_INDEX_URL=ADDRESS TORCH_SPEC=torch==2.13.0+cpu scripts/test
 TEXT
 }
 
@@ -55,7 +55,8 @@ identity() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/nu
 
 # What this level is made from, as one line.
 wanted_stamp() {
-    { printf '%s\n' "$1" "$root" "$TORCH_SPEC" "$SMOLLM2_SPEC"
+    { printf '%s\n' "$1" "$root" "$SMOLLM2_SPEC"
+      [[ $1 != test ]] || printf '%s\n' "$TORCH_SPEC"
       identity "$venv/bin/python"
       cat "$root/pyproject.toml" "$root/setup.py" "$root/scripts/_env.sh"; } |
         "$venv/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
@@ -89,8 +90,8 @@ make_env() {
         "$python" -m venv --clear "$venv" || die "$python -m venv $venv failed"
     fi
     say "Setting up $venv (log: $venv/setup.log)"
-    pip_install "torch ($TORCH_SPEC)" "$TORCH_SPEC"
     if [[ $level == test ]]; then
+        pip_install "torch ($TORCH_SPEC)" "$TORCH_SPEC"
         pip_install "headrace and the tools for tests" -e "$root[dev]"
     else
         pip_install headrace -e "$root"

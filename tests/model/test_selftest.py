@@ -19,15 +19,17 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, li
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_torch_computes_what_it_must_over_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    code, cases = report(capsys, "--engine", "torch", "--tp", "2")
+def test_onnxruntime_computes_what_it_must_over_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, cases = report(capsys, "--engine", "onnxruntime", "--tp", "2")
     assert code == 0 and {case["ranks"] for case in cases} == {1, 2} and len(cases) == 10
     assert all(case["fault"] is None and 0 < case["worst"] < 1e-5 for case in cases)
 
 
-def test_bfloat16_passes_by_its_own_limit_and_not_by_that_of_float32(capsys: pytest.CaptureFixture[str]) -> None:
-    code, cases = report(capsys, "--engine", "torch", "--tp", "1", "--dtype", "bf16")
-    assert code == 0 and all(1e-4 < case["worst"] < case["limit"] == 6e-2 for case in cases)
+def test_torch_passes_by_the_limit_of_each_type(capsys: pytest.CaptureFixture[str]) -> None:
+    code, cases = report(capsys, "--engine", "torch", "--tp", "1", "--dtype", "fp32", "--dtype", "bf16")
+    worst = {dtype: [case["worst"] for case in cases if case["dtype"] == dtype] for dtype in ("float32", "bfloat16")}
+    assert code == 0 and len(cases) == 10 and all(case["fault"] is None for case in cases)
+    assert max(worst["float32"]) < 1e-5 and all(1e-4 < found < 6e-2 for found in worst["bfloat16"])
 
 
 def test_one_wrong_weight_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def chosen(packages: frozenset[str] = ALL, machine: dict[str, Any] | None = None
         (ALL - {"onnx"}, {}, {}, "torch"),
         (ALL, {}, {"max_loras": 2}, "torch"),
         (ALL, {}, {"dtype": "bfloat16"}, "torch"),
+        (NO_TORCH, {}, {"dtype": "float16"}, "onnxruntime"),
         (ALL, {}, {"quantization": "int8"}, "onnxruntime"),
         # What was asked for is taken, and what is missing for it is told by the ranks, which may be elsewhere.
         (frozenset(), {}, {"runner": "torch"}, "torch"),
