@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
@@ -89,6 +90,15 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     at: str
     worst: float
+
+
+def driver_version(cuda: str, told: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """``cuda``, the newest CUDA that the driver runs, and the driver's own version, as far as it tells that, as "13.0, 580.65.06"."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", told.read_text())
+    except (OSError, UnicodeDecodeError):
+        found = None
+    return cuda if found is None else f"{cuda}, {found[1]}"
 
 
 def skipped(names: str | Iterable[str]) -> tuple[Runner, ...]:

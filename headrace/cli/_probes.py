@@ -20,7 +20,10 @@ from typing import Literal, NamedTuple
 
 from headrace import __version__
 from headrace.compiled import engine_manifest
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.config import Runner
+from headrace.errors import EngineDeadError, HeadraceError, ModelError
+from headrace.selection import INSTALL, Asked, choose_runner, look
+from headrace.tested import GATED
 
 #: seconds; the first import of torch from a cold disk takes tens of them
 IMPORT_TIMEOUT = 120.0
@@ -53,6 +56,7 @@ def all_findings(model: str, mpi: str, ranks: int) -> Iterator[Finding]:
     for name, code, mend in PACKAGES:
         yield package(name, code, mend)
     yield gpus(ranks)
+    yield from runners()
     launcher = mpi_launcher(mpi)
     yield launcher
     yield model_file(model)
@@ -127,8 +131,16 @@ PACKAGES = (
     ("llguidance", "import llguidance; print(llguidance.__version__)", "pip install llguidance"),
     ("numpy", "import numpy; print(numpy.__version__)", "pip install numpy"),
     ("mpi4py", "import mpi4py; print(mpi4py.__version__)", "pip install mpi4py"),
-    ("torch", "import torch; print(torch.__version__, '(with CUDA)' * torch.cuda.is_available())", 'pip install "headrace[torch]"'),
 )
+
+#: runner -> what prints its version and proves that it can be imported; onnxruntime would begin to collect what is to be sent to its makers
+RUNNERS: dict[Runner, str] = {
+    "torch": "import torch; print(torch.__version__, '(with CUDA)' * torch.cuda.is_available())",
+    "onnxruntime": "import os; os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1'); "
+    "import onnx, onnxruntime; print(onnxruntime.__version__, 'with onnx', onnx.__version__)",
+    "tensorrt": "import tensorrt; print(tensorrt.__version__)",
+    "tensorrt-rtx": "import tensorrt_rtx; print(tensorrt_rtx.__version__)",
+}
 
 
 def package(name: str, code: str, mend: str) -> Finding:
@@ -169,6 +181,32 @@ def gpus(ranks: int) -> Finding:
     if ranks > 1 and not there["nccl"]:
         return Finding("gpu", "note", found, "pip install nvidia-nccl-cu" + there["driver"].partition(".")[0])
     return Finding("gpu", "ok", found)
+
+
+def runners() -> Iterator[Finding]:
+    """Each runner, and which of them ``--runner auto`` takes: the only one that must work."""
+    machine = look()
+    try:
+        chosen = choose_runner(Asked(), machine)
+    except ModelError as error:
+        chosen = None
+        why = str(error)
+    for runner, code in RUNNERS.items():
+        mend = INSTALL[runner]
+        if not machine.has(runner):
+            without = "" if machine.gpus or runner not in GATED else ", and there is no GPU for it"
+            yield Finding(runner, "note", f"not installed{without}", "" if without else mend)
+            continue
+        found = package(runner, code, mend)
+        if found.state == "missing" and (chosen is None or chosen.runner != runner):
+            found = found._replace(state="note")
+        elif found.state == "ok" and runner in GATED and not machine.gpus:
+            found = found._replace(state="note", found=f"{found.found}; it builds engines here, and there is no GPU to run them")
+        yield found
+    if chosen is None:
+        yield Finding("runner", "missing", why)
+    else:
+        yield Finding("runner", "ok", f"auto takes {chosen.runner}: {chosen.reason}")
 
 
 def mpi_launcher(choice: str) -> Finding:

@@ -451,10 +451,10 @@ def test_adapters_are_refused(folder: Path, gpus: FakeGpus):
 
 def test_load_runner_makes_it_and_tells_of_progress(folder: Path, gpus: FakeGpus):
     told: list[tuple[str, int, int]] = []
-    config = EngineConfig(model=str(folder), runner="tensorrt", **SETTINGS)
+    config = EngineConfig(model=str(folder), runner="tensorrt", skip_selftest=("tensorrt",), **SETTINGS)
     runner = load_runner(config, SingleRank(), lambda *progress: told.append(progress))
     assert isinstance(runner, TensorRTRunner)
-    assert runner.versions == {"tensorrt": "11.0.0.1", "cuda": "13.0", "driver": "13.0"}
+    assert runner.versions == {"tensorrt": "11.0.0.1", "cuda": "13.0", "driver": "13.0", "gpu": "fake", "capability": "9.0"}
     assert [done for _, done, _ in told] == [0, told[0][2]] and told[0][2] > 0
     assert [point.name for point in runner.trace_points()] == ["run", "swap rows", "copy rows"]
     runner.close()

@@ -13,6 +13,7 @@ import pytest
 from headrace.cli import _probes, main
 from headrace.cli._probes import Finding
 from headrace.errors import StartupError
+from headrace.selection import CPU_ORDER, INSTALL, PACKAGES, Machine
 
 
 @pytest.fixture
@@ -100,6 +101,55 @@ def test_no_model_is_a_finding(tmp_path):
     found = _probes.model_file(str(tmp_path / "none.gguf"))
     assert (found.state, found.mend) == ("missing", "")
     assert "none.gguf" in found.found
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Put a machine in the place of this one; every package can be imported but those that are named as broken."""
+
+    def put(packages, gpus=0, torch_cuda=None, broken=()):
+        names = frozenset(name for runner in packages for name in PACKAGES[runner])
+        monkeypatch.setattr(_probes, "look", lambda: Machine(packages=names, gpus=gpus, torch_cuda=torch_cuda))
+        monkeypatch.setattr(
+            _probes,
+            "package",
+            lambda name, code, mend: Finding(name, "missing", "boom", mend) if name in broken else Finding(name, "ok", "1.0"),
+        )
+        return {finding.name: finding for finding in _probes.runners()}
+
+    return put
+
+
+def test_each_runner_is_a_finding_and_so_is_which_one_auto_takes(machine):
+    found = machine(["onnxruntime", "torch"])
+    assert list(found) == ["torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "runner"]
+    assert found["tensorrt"] == Finding("tensorrt", "note", "not installed, and there is no GPU for it")
+    assert found["runner"] == Finding("runner", "ok", f"auto takes {CPU_ORDER[0]}: it is the first choice on CPU")
+    found = machine(["onnxruntime"])
+    assert found["torch"] == Finding("torch", "note", "not installed", 'pip install "headrace[torch]"')
+    assert found["runner"].found.startswith("auto takes onnxruntime: ")
+
+
+def test_only_the_runner_that_auto_takes_must_work(machine):
+    other = CPU_ORDER[1]
+    assert machine(["onnxruntime", "torch"], broken=[CPU_ORDER[0]])[CPU_ORDER[0]] == Finding(
+        CPU_ORDER[0], "missing", "boom", INSTALL[CPU_ORDER[0]]
+    )
+    found = machine(["onnxruntime", "torch"], broken=[other])
+    assert found[other] == Finding(other, "note", "boom", INSTALL[other]) and found["runner"].state == "ok"
+
+
+def test_no_runner_is_missing_and_says_what_to_install(machine):
+    found = machine([])
+    assert found["runner"].state == "missing" and all(INSTALL[runner] in found["runner"].found for runner in CPU_ORDER)
+
+
+def test_tensorrt_needs_a_gpu(machine):
+    assert machine(["torch", "tensorrt"])["tensorrt"].state == "note"
+    found = machine(["torch", "tensorrt"], gpus=1, torch_cuda="13.0")
+    assert found["tensorrt"] == Finding("tensorrt", "ok", "1.0")
+    assert found["tensorrt-rtx"] == Finding("tensorrt-rtx", "note", "not installed", "pip install tensorrt-rtx")
+    assert found["runner"].found == "auto takes torch: on a GPU, by PyTorch for CUDA 13.0"
 
 
 def test_without_an_mpi_no_world_is_started(monkeypatch):

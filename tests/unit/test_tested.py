@@ -11,7 +11,7 @@ import pytest
 from headrace import tested
 from headrace.config import EngineFacts
 from headrace.errors import ModelError
-from headrace.tested import Subject, read_note, remove_note, require_tested, skipped, write_note
+from headrace.tested import Subject, driver_version, read_note, remove_note, require_tested, skipped, write_note
 
 SUBJECT = Subject(runner="tensorrt", library="11.1.0", driver="580.65", gpu="NVIDIA H100", capability="9.0", ranks=2, dtype="bfloat16")
 
@@ -95,6 +95,22 @@ def test_what_goes_without_is_named_and_needs_the_test() -> None:
     for names in ("torch", "all", "", ["tensorrt", "x"]):
         with pytest.raises(ValueError, match="only 'tensorrt' and 'tensorrt-rtx' must pass"):
             skipped(names)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12", "13.0, 535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs)\n", "13.0, 580.65.06"),
+        ("something else", "13.0"),
+        (None, "13.0"),
+    ],
+)
+def test_the_driver_tells_its_own_version_too(text: str | None, version: str, tmp_path: Path) -> None:
+    told = tmp_path / "version"
+    if text is not None:
+        told.write_text(text)
+    assert driver_version("13.0", told) == version
 
 
 def test_a_cache_folder_that_is_not_absolute_is_ignored(tmp_path: Path) -> None:

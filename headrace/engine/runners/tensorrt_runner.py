@@ -36,6 +36,7 @@ from headrace.engine.runners.tensorrt_steps import Piece, RowEnds, Window, decod
 from headrace.engine.slots import Clear, Copy, RowPlanner, Run, Swap
 from headrace.engine.step_trace import StepTrace
 from headrace.errors import ModelError
+from headrace.tested import Subject, driver_version, require_tested
 from headrace.tracing.hooks import Point
 
 log = logging.getLogger("headrace.engine")
@@ -139,7 +140,17 @@ class TensorRTRunner:
             capability=manifest.capability,
             device=device.capability,
         )
-        self.versions = {manifest.backend: str(plan.trt.__version__), "cuda": cuda.version, "driver": self._driver_version}
+        subject = Subject(
+            runner=manifest.backend,
+            library=str(plan.trt.__version__),
+            driver=driver_version(self._driver_version),
+            gpu=device.name,
+            capability=".".join(map(str, device.capability)),
+            ranks=spec.tensor_parallel_size,
+            dtype=manifest.dtype,
+        )
+        require_tested(subject, config.skip_selftest)
+        self.versions = {"cuda": cuda.version, **subject.versions()}
         buffers = Buffers(cuda, plan, self.limits.num_slots, *self._io_bytes())
         self._device_rows = DeviceRows(cuda, plan, buffers)
         if spec.tensor_parallel_size > 1:
