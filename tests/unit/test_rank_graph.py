@@ -188,6 +188,21 @@ def test_what_no_graph_can_be_is_refused(changes: dict[str, Any], words: str) ->
         graph_of(random_model(tiny_config()), **changes)
 
 
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.layers.2.self_attn.q_proj.bias"]
+)
+def test_a_weight_beyond_half_precision_is_refused(name: str, tmp_path: Path) -> None:
+    """Not written as an infinity; norms are float32 in any case."""
+    model = random_model(tiny_config(qkv_bias=True))
+    model.tensors["model.layers.0.input_layernorm.weight"][3] = 1e6
+    list(graph_of(model, dtype="float16").arrays())
+    model.tensors[name][3] = -1e6
+    with pytest.raises(ModelError, match=r"(weight|bias) has numbers beyond 65504.0, the range of float16: take another dtype"):
+        graph_of(model, dtype="float16").save(tmp_path, "rank0")
+    for dtype in ("bfloat16", "float32"):
+        graph_of(model, dtype=dtype).save(tmp_path, "rank0")
+
+
 def test_a_vocabulary_smaller_than_the_ranks_is_refused() -> None:
     with pytest.raises(ModelError, match="6 ranks cannot share 92 MLP columns and a vocabulary of 5"):
         graph_of(random_model(tiny_config(vocab_size=5)), tensor_parallel_size=6)

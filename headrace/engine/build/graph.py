@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.spec import GraphSpec
+from headrace.errors import ModelError
 
 Array = npt.NDArray[Any]
 
@@ -96,12 +97,18 @@ class RankGraph:
         return sum(info.nbytes for info in self.weights.values())
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
-        """Name and values of every weight, read one after the other; bfloat16 is that of ``ml_dtypes``. The checkpoint must be open."""
+        """Name and values of every weight, read one after the other; bfloat16 is that of ``ml_dtypes``. The checkpoint must be open.
+
+        Raises ModelError for a weight with numbers beyond the range of its type.
+        """
         done, total = 0, self.nbytes
         self._progress("export", done, total)
         for group in self._groups:
-            for info, array in zip(group.infos, group.read(), strict=True):
-                array = np.ascontiguousarray(array, dtype=TYPES[info.dtype][1])
+            with np.errstate(over="ignore"):
+                arrays = [np.ascontiguousarray(array, TYPES[info.dtype][1]) for info, array in zip(group.infos, group.read(), strict=True)]
+            for info, array in zip(group.infos, arrays, strict=True):
+                if info.dtype == "float16" and _has_infinity(array):
+                    raise ModelError(f"{info.name} has numbers beyond {np.finfo(np.float16).max}, the range of float16: take another dtype")
                 if array.shape != info.shape:
                     raise AssertionError(f"{info.name} has the shape {array.shape}, {info.shape} was announced")
                 yield info.name, array
@@ -128,6 +135,11 @@ class RankGraph:
                     digest.update(piece)
                     size += len(piece)
         return WrittenFile(path.name, size, digest.hexdigest())
+
+
+def _has_infinity(array: Array) -> bool:
+    """Of float16; by its bits, which takes a tenth of the time that its numbers take."""
+    return bool(((array.view(np.uint16) & 0x7FFF) == 0x7C00).any())
 
 
 def _save_bytes(path: Path, content: bytes) -> WrittenFile:
