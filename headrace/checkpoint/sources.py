@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
-from threading import Event, Lock
 
 import msgspec
 
+from headrace.checkpoint.hashing import Progress, hash_files
 from headrace.checkpoint.huggingface import INDEX, SINGLE, read_json
 from headrace.errors import ModelError
-
-#: bytes that are hashed at once
-CHUNK_BYTES = 4 << 20
-#: files that are hashed at once: more than a disk and a few cores have use for
-MAX_THREADS = 8
-
-#: (bytes done, bytes in all)
-Progress = Callable[[int, int], None]
 
 
 class SourceFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,56 +41,38 @@ def source_paths(path: Path) -> list[Path]:
 def hash_sources(
     paths: Iterable[Path], known: Iterable[SourceFile] = (), progress: Progress = lambda done, total: None
 ) -> list[SourceFile]:
-    """Hash files side by side in threads, those that ``known`` has as they are now not at all. Raises ModelError if one cannot be read."""
-    remembered = {(file.path, file.nbytes, file.mtime_ns): file for file in known}
-    wanted: list[tuple[str, int, int]] = []
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-        wanted.append((str(path.absolute()), status.st_size, status.st_mtime_ns))
-    total = sum(key[1] for key in wanted if key not in remembered)
-    done, lock, stopped = 0, Lock(), Event()
+    """Hash files, those that ``known`` has as they are now not at all. Raises ModelError if one cannot be read."""
+    remembered = {_key(file): file for file in known}
+    wanted = [_as_it_is(path) for path in paths]
+    unknown = [file for file in wanted if _key(file) not in remembered]
+    for file, digest in zip(unknown, hash_files([Path(file.path) for file in unknown], progress), strict=True):
+        if isinstance(digest, OSError):
+            raise ModelError(f"cannot read {file.path}: {digest.strerror or digest}") from digest
+        remembered[_key(file)] = msgspec.structs.replace(file, sha256=digest)
+    return [remembered[_key(file)] for file in wanted]
 
-    def count(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            progress(done, total)
 
-    def hashed(key: tuple[str, int, int]) -> SourceFile:
-        if (file := remembered.get(key)) is not None:
-            return file
-        path, nbytes, mtime_ns = key
-        try:
-            return SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, sha256=_digest(path, count, stopped))
-        except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+def check_unchanged(files: Iterable[SourceFile]) -> None:
+    """Raise ModelError if one of them is not what was hashed any more, as far as size and time tell."""
+    for file in files:
+        if _key(_as_it_is(Path(file.path))) != _key(file):
+            raise ModelError(f"{file.path} has been changed since it was hashed: run the build again")
 
-    workers = max(1, min(MAX_THREADS, len(wanted), len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(workers, thread_name_prefix="headrace-hash") as pool:
-        try:
-            return list(pool.map(hashed, wanted))
-        finally:
-            # After a fault or Ctrl-C the others end at their next piece, and leaving the pool does not wait for gigabytes.
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+
+def _as_it_is(path: Path) -> SourceFile:
+    """Without its hash."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    return SourceFile(path=str(path.absolute()), nbytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256="")
+
+
+def _key(file: SourceFile) -> tuple[str, int, int]:
+    return file.path, file.nbytes, file.mtime_ns
 
 
 def model_digest(files: Iterable[SourceFile]) -> str:
     """SHA-256 of names, sizes and contents, wherever the files lie."""
     entries = sorted((Path(file.path).name, file.nbytes, file.sha256) for file in files)
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-
-
-def _digest(path: str, count: Callable[[int], None], stopped: Event) -> str:
-    hasher = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            if stopped.is_set():
-                break
-            hasher.update(buffer[:size])
-            count(size)
-    return hasher.hexdigest()

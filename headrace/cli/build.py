@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -95,11 +96,24 @@ def run(arguments: argparse.Namespace) -> int:
         report = build_model(arguments.model, options, Path(arguments.output), force=arguments.force, progress=bars)
     finally:
         bars.close()
+    warn_of_tokenizer(report, Path(arguments.output))
     if arguments.json:
         print(json.dumps(as_json(report, arguments.output), indent=2))
     else:
         print(as_text(report, arguments.output))
     return 0
+
+
+def warn_of_tokenizer(report: BuildReport, folder: Path) -> None:
+    """Better here than when the engine is to be run, perhaps elsewhere."""
+    from headrace.text import load_tokenizer
+
+    try:
+        if not report.manifest.tokenizer:
+            raise ModelError("the checkpoint has none")
+        load_tokenizer(folder)
+    except ModelError as error:
+        print(f"headrace: the engine has no tokenizer that can be used, and needs LLM(tokenizer=...): {error}", file=sys.stderr)
 
 
 class Bars:

@@ -44,15 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     faults: list[str] | None = None
     if arguments.verify:
         bars = Bars()
-        total, done = sum(file.nbytes for file in manifest.files()), 0
-
-        def count(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            bars("verify", done, total)
-
         try:
-            faults = verify(manifest, folder, count)
+            faults = verify(manifest, folder, lambda done, total: bars("verify", done, total))
         finally:
             bars.close()
     against = obstacles(manifest, look(manifest))

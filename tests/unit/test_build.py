@@ -140,6 +140,17 @@ def test_another_model_is_another_engine(model: Path, tmp_path: Path) -> None:
     assert not any(file.kept for file in second.files)
 
 
+def test_a_checkpoint_that_changes_meanwhile_makes_no_engine(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    compiler = SmallCompiler(target(), lambda name: os.utime(model, ns=(1, 1)))
+    with pytest.raises(ModelError, match=r"tiny\.gguf has been changed since it was hashed: run the build again"):
+        build(model, folder, compiler)
+    with pytest.raises(ModelError, match="has not reached its end"):
+        load_manifest(folder)
+    build(model, folder, compiler)
+    load_manifest(folder)
+
+
 def test_a_folder_of_something_else_is_left_alone(model: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "x").mkdir(parents=True)
     (tmp_path / "model" / "config.json").write_text("{}")

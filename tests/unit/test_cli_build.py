@@ -76,6 +76,15 @@ def test_defaults_and_json(built: list[tuple[Any, ...]], capsys: pytest.CaptureF
     )
 
 
+def test_a_tokenizer_that_cannot_be_used_is_told_of_when_it_is_built(
+    built: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(["build", "-o", str(tmp_path / "out")]) == 0
+    err = capsys.readouterr().err
+    assert f"headrace: the engine has no tokenizer that can be used, and needs LLM(tokenizer=...): {tmp_path / 'out'} has no token" in err
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -68,7 +68,7 @@ LAYERS = {
     # Datasets are prepared without a world.
     "headrace.cli.bench": LEAVES | {"headrace.cli", "headrace.llm", "headrace.bench", "headrace.text", "headrace.checkpoint"},
     # What is compiled and inspected is files: neither needs a world.
-    "headrace.cli.build": LEAVES | {"headrace.cli", "headrace.engine.build"},
+    "headrace.cli.build": LEAVES | {"headrace.cli", "headrace.engine.build", "headrace.text"},
     "headrace.cli.inspect": LEAVES | {"headrace.cli", "headrace.compiled", "headrace.engine.build", "headrace.engine.runners.cuda_driver"},
     "headrace.cli.serve": LEAVES | {"headrace.cli", "headrace.checkpoint", "headrace.llm", "headrace.serve"},
     "headrace.forms": LEAVES,

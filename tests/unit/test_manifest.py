@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.checkpoint.hashing import file_digest
 from headrace.engine.build.manifest import (
     FORMAT,
     MANIFEST,
@@ -22,7 +23,6 @@ from headrace.engine.build.manifest import (
     UNFINISHED,
     EngineManifest,
     encode_manifest,
-    file_digest,
     is_inside,
     load_manifest,
     sample_digest,

@@ -6,12 +6,13 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.checkpoint import sources
-from headrace.checkpoint.sources import SourceFile, hash_sources, model_digest, source_paths
+from headrace.checkpoint.sources import SourceFile, check_unchanged, hash_sources, model_digest, source_paths
 from headrace.checkpoint.tokenizer_files import PATTERNS, tokenizer_files
 from headrace.errors import ModelError
 from headrace.text import huggingface_tokenizer, load_tokenizer
@@ -60,8 +61,13 @@ def test_what_has_not_changed_is_not_read_again(tmp_path: Path, monkeypatch: pyt
     total = sum(path.stat().st_size for path in paths)
     assert told[-1] == (total, total) and [done for done, _ in told] == sorted(done for done, _ in told)
     read: list[str] = []
-    digest = sources._digest
-    monkeypatch.setattr(sources, "_digest", lambda path, *rest: read.append(path) or digest(path, *rest))
+    hash_files = sources.hash_files
+
+    def watched(paths: list[Path], progress: Any) -> list[str | OSError]:
+        read.extend(map(str, paths))
+        return hash_files(paths, progress)
+
+    monkeypatch.setattr(sources, "hash_files", watched)
     assert hash_sources(paths, first) == first and read == []
     os.utime(paths[2], ns=(7, 7))
     paths[3].write_bytes(b"d" * 11)
@@ -78,6 +84,18 @@ def test_a_file_that_cannot_be_read_is_named_and_no_thread_is_left(tmp_path: Pat
     paths[2].mkdir()
     with pytest.raises(ModelError, match=r"cannot read .*a\.safetensors: Is a directory"):
         hash_sources(paths, [SourceFile(path="elsewhere", nbytes=1, mtime_ns=1, sha256="")])
+
+
+def test_what_has_changed_since_it_was_hashed_is_noticed(tmp_path: Path) -> None:
+    paths = source_paths(sharded(tmp_path / "model"))
+    files = hash_sources(paths)
+    check_unchanged(files)
+    os.utime(paths[2], ns=(7, 7))
+    with pytest.raises(ModelError, match=r"a\.safetensors has been changed since it was hashed: run the build again"):
+        check_unchanged(files)
+    paths[2].unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*a\.safetensors: No such file"):
+        check_unchanged(files)
 
 
 def test_the_tokenizer_of_a_gguf_file_without_its_tensors(tmp_path: Path) -> None:

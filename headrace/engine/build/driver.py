@@ -18,11 +18,12 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.checkpoint.sources import SourceFile, hash_sources, model_digest, source_paths
+from headrace.checkpoint.hashing import hash_files
+from headrace.checkpoint.sources import SourceFile, check_unchanged, hash_sources, model_digest, source_paths
 from headrace.checkpoint.tokenizer_files import tokenizer_files
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.folder import BuildFolder, Progress
-from headrace.engine.build.manifest import FORMAT, EngineFile, EngineManifest, EngineRank, describe_file, file_digest
+from headrace.engine.build.manifest import FORMAT, EngineFile, EngineManifest, EngineRank, describe_file
 from headrace.engine.build.target import RankWork, Target, Wanted, plan_work
 from headrace.errors import ModelError
 from headrace.version import __version__
@@ -155,6 +156,8 @@ class _Build:
                 kept |= kept_files
                 ranks.append(rank)
                 self._place.record(Progress(ranks=tuple(ranks), source_files=tuple(sources)))
+        # What was written may be of another model than what was hashed.
+        check_unchanged(sources)
         for file, content in texts.items():
             if file not in kept:
                 self._place.put_bytes(file, content)
@@ -175,14 +178,8 @@ class _Build:
     def _sound(self, ranks: Iterable[EngineRank]) -> list[EngineFile]:
         """Files that are as they were built, each read whole."""
         files = [file for rank in ranks for file in rank.files if self._has_size(file)]
-        total, done = sum(file.nbytes for file in files), 0
-
-        def count(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            self._progress("check", done, total)
-
-        return [file for file in files if file_digest(self._place.path / file.name, count) == file.sha256]
+        digests = hash_files([self._place.path / file.name for file in files], lambda done, total: self._progress("check", done, total))
+        return [file for file, digest in zip(files, digests, strict=True) if digest == file.sha256]
 
     def _has_size(self, file: EngineFile) -> bool:
         path = self._place.path / file.name

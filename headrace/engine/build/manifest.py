@@ -16,13 +16,14 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
 
 from headrace.checkpoint.config import ModelConfig
+from headrace.checkpoint.hashing import Progress, file_digest, hash_files
 from headrace.checkpoint.resolve import ENGINE_FILES
 from headrace.checkpoint.sources import SourceFile
 from headrace.errors import ModelError
@@ -39,8 +40,6 @@ MAX_RANKS = 4096
 #: what of a file ``check_rank`` reads: so many pieces of so many bytes, evenly spread, the first and the last of the file among them
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
-#: bytes that are hashed at once
-CHUNK_BYTES = 4 << 20
 
 Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 EngineDType = Literal["float32", "float16", "bfloat16"]
@@ -356,33 +355,20 @@ def sample_digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def file_digest(path: Path, progress: Callable[[int], None] = lambda nbytes: None) -> str:
-    """SHA-256 of a whole file; ``progress`` gets the bytes of each piece. Raises OSError."""
-    hasher = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, path.stat().st_size))))
-        while count := file.readinto(buffer):
-            hasher.update(buffer[:count])
-            progress(count)
-    return hasher.hexdigest()
-
-
 def describe_file(folder: Path, name: str) -> EngineFile:
     """A file of the folder as it is now. Raises OSError."""
     path = folder / name
     return EngineFile(name=name, nbytes=path.stat().st_size, sha256=file_digest(path), sample_sha256=sample_digest(path))
 
 
-def verify(manifest: EngineManifest, folder: Path, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
+def verify(manifest: EngineManifest, folder: Path, progress: Progress = lambda done, total: None) -> list[str]:
     """What is wrong with the files of a folder, each read whole: one line for each."""
-    return [line for file in manifest.files() if (line := _fault(folder / file.name, file, progress)) is not None]
+    files = list(manifest.files())
+    digests = hash_files([folder / file.name for file in files], progress)
+    return [line for file, digest in zip(files, digests, strict=True) if (line := _fault(file, digest)) is not None]
 
 
-def _fault(path: Path, file: EngineFile, progress: Callable[[int], None]) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != file.nbytes:
-            return f"{file.name}: {size} bytes instead of {file.nbytes}"
-        return None if file_digest(path, progress) == file.sha256 else f"{file.name}: its content has changed"
-    except OSError as error:
-        return f"{file.name}: {error.strerror or error}"
+def _fault(file: EngineFile, digest: str | OSError) -> str | None:
+    if isinstance(digest, OSError):
+        return f"{file.name}: {digest.strerror or digest}"
+    return None if digest == file.sha256 else f"{file.name}: its content has changed"
