@@ -20,7 +20,8 @@ from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.portable import PortableOps
 from headrace.engine.build.spec import GraphSpec
 from headrace.engine.build.tensorrt_build import PlanBuilder, PlanInfo, build_plan, plan_basis
-from headrace.engine.build.tensorrt_guards import allow_decomposition, check_network
+from headrace.engine.build.tensorrt_guards import check_network
+from headrace.engine.build.tensorrt_network import attentions_of, prepare_network
 from headrace.engine.build.tensorrt_profiles import EngineLimits
 from headrace.engine.models import FAMILIES
 from headrace.errors import ModelError
@@ -83,7 +84,25 @@ def test_every_family_parses_and_passes_the_guards(family: str, size: int, tmp_p
     path, _ = write(tmp_path, spec, config)
     builder, network = parse(path)
     check_network(trt, network, spec, config)
-    assert allow_decomposition(trt, network) == (0 if config.attention_softcap else config.num_layers)
+    prepare_network(trt, network)
+    for layer, attention in enumerate(attentions_of(trt, network)):
+        # The keys of the whole cache are not multiplied by 1 in every step.
+        assert [attention.get_input(place).name for place in range(3)] == [
+            f"layer.{layer}/attention/query/rotary",
+            f"present_key_{layer}",
+            f"present_value_{layer}",
+        ]
+        assert attention.decomposable
+    check_network(trt, network, spec, config)
+    del network, builder
+
+
+def test_a_scale_that_is_not_1_stays(tmp_path: Path):
+    path, _, _ = edited(tmp_path, lambda graph: [attribute(node, "scale", 0.25) for node in nodes(graph, "Attention")] and None)
+    builder, network = parse(path)
+    prepare_network(trt, network)
+    for layer, attention in enumerate(attentions_of(trt, network)):
+        assert attention.get_input(1).name not in (f"present_key_{layer}", f"layer.{layer}/attention/key/rotary")
     del network, builder
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.engine.build import tensorrt_library
+from headrace.engine.runners.cuda_driver import CudaError
+from headrace.engine.runners.cuda_runtime import CudaRuntime
 from tests import fake_cuda, fake_tensorrt
 from tests.fake_cuda import FakeCudart
 from tests.fake_tensorrt import FakeTensorRT
@@ -63,9 +65,20 @@ SETTABLE = {
     "IExecutionContext": ("name",),
 }
 MEMBERS = {
-    "LayerType": ("PLUGIN", "PLUGIN_V2", "PLUGIN_V3", "ATTENTION_INPUT", "KV_CACHE_UPDATE", "DIST_COLLECTIVE"),
+    "LayerType": (
+        "CAST",
+        "CONSTANT",
+        "ELEMENTWISE",
+        "PLUGIN",
+        "PLUGIN_V2",
+        "PLUGIN_V3",
+        "ATTENTION_INPUT",
+        "KV_CACHE_UPDATE",
+        "DIST_COLLECTIVE",
+    ),
     "CausalMaskKind": ("NONE",),
     "BuilderFlag": ("TF32",),
+    "ElementWiseOperation": ("PROD",),
     "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
 }
 
@@ -168,3 +181,25 @@ def test_numbers_are_those_of_cuda(name: str):
 @pytest.mark.parametrize("name", ["cudaStreamNonBlocking", "cudaHostAllocDefault"])
 def test_flags_are_those_of_cuda(name: str):
     assert getattr(cudart, name) == getattr(FakeCudart, name)
+
+
+def test_the_real_package_is_called_as_the_runner_calls_it():
+    """Without a device it refuses the first call, in CUDA's words; with one it does all of it."""
+    try:
+        cuda = CudaRuntime(0)
+    except CudaError as error:
+        assert re.fullmatch(r"cudaSetDevice on device 0: .+ \(\d+\)", str(error))
+        return
+    host, device = cuda.allocate_pinned(1000), cuda.allocate(1000, "a test")
+    host[:] = 7
+    with cuda.capture() as graph:
+        cuda.to_device(device, host)
+        cuda.clear_lines(device, 10, 5, 100)
+        cuda.copy_lines(device + 5, device, 10, 5, 10)
+        cuda.to_host(host, device)
+    graph.launch()
+    cuda.synchronize()
+    assert host.sum() == 7 * 5 * 90
+    graph.close()
+    assert cuda.drain()
+    cuda.close()

@@ -18,8 +18,9 @@ import msgspec
 from headrace.checkpoint.config import ModelConfig
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.spec import GraphSpec
-from headrace.engine.build.tensorrt_guards import allow_decomposition, check_network
+from headrace.engine.build.tensorrt_guards import check_network
 from headrace.engine.build.tensorrt_library import Capability, load_library, logger_of, parse_capability, targets
+from headrace.engine.build.tensorrt_network import prepare_network
 from headrace.engine.build.tensorrt_profiles import EngineLimits, Profile, profiles, row_bytes
 from headrace.errors import ModelError
 
@@ -146,7 +147,7 @@ class PlanBuilder:
         self._logger.take_faults()
         network = self.parse(onnx_path)
         check_network(trt, network, spec, config)
-        allow_decomposition(trt, network)
+        prepare_network(trt, network)
         settings = self._builder.create_builder_config()
         # Products of float32 numbers would be made of 10 bits of each otherwise: who wants that has float16.
         settings.clear_flag(trt.BuilderFlag.TF32)

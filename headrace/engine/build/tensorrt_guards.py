@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.checkpoint.config import ModelConfig
 from headrace.engine.build.spec import GraphSpec, past, present
+from headrace.engine.build.tensorrt_network import attentions_of
 from headrace.errors import ModelError
 
 #: most faults that one error tells of
@@ -23,18 +24,6 @@ def check_network(trt: Any, network: Any, spec: GraphSpec, config: ModelConfig) 
     if faults:
         more = f", and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
         raise ModelError(f"TensorRT's parser has made another network than was written: {'; '.join(faults[:MAX_FAULTS])}{more}")
-
-
-def allow_decomposition(trt: Any, network: Any) -> int:
-    """Let the builder take single operations where it has no fused kernel for an attention; returns how many attentions there are.
-
-    Without it a build fails in float32, and for widths of heads that no kernel is for.
-    """
-    count = 0
-    for attention in _attentions(trt, network):
-        attention.decomposable = True
-        count += 1
-    return count
 
 
 def _faults(trt: Any, network: Any, spec: GraphSpec, config: ModelConfig) -> Iterator[str]:
@@ -65,17 +54,8 @@ def _input_names(layer: Any) -> Iterator[str]:
             yield tensor.name
 
 
-def _attentions(trt: Any, network: Any) -> Iterator[Any]:
-    """Every ``IAttention``. Layers come as the base class; giving them their own is how TensorRT's Python interface casts."""
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        if layer.type == trt.LayerType.ATTENTION_INPUT:
-            layer.__class__ = trt.IAttentionInputLayer
-            yield layer.attention
-
-
 def _attention_faults(trt: Any, network: Any, spec: GraphSpec, config: ModelConfig) -> Iterator[str]:
-    attentions = list(_attentions(trt, network))
+    attentions = list(attentions_of(trt, network))
     # One with a soft cap is written as single operations.
     wanted = 0 if config.attention_softcap is not None else len(spec.layers(config))
     if len(attentions) != wanted:
