@@ -82,12 +82,10 @@ class RowPlanner:
     Args:
         num_slots: rows, and slots.
         max_seq_len: tokens that a row holds.
-        joins_past: whether sequences with several tokens share a run though they have some in the cache already.
     """
 
-    def __init__(self, num_slots: int, max_seq_len: int, *, joins_past: bool = True) -> None:
+    def __init__(self, num_slots: int, max_seq_len: int) -> None:
         self._max_seq_len = max_seq_len
-        self._joins_past = joins_past
         self._row_of = list(range(num_slots))
         self._slot_in = list(range(num_slots))
         # By row: behind so many tokens nothing has been written since it was cleared.
@@ -138,8 +136,6 @@ class RowPlanner:
 
     def _joins(self, place: int, group: Sequence[int], lengths: Sequence[int], starts: Sequence[int]) -> bool:
         width = lengths[group[0]]
-        if not self._joins_past and (starts[place] or starts[group[0]]):
-            return False
         # A write past the end of a row would be in the next one, or nowhere.
         return width - lengths[place] <= RUN_TOKENS and starts[place] + width <= self._max_seq_len
 

@@ -13,10 +13,10 @@ from headrace.checkpoint import Checkpoint, resolve_model
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.driver import BuildReport, build_engine
+from headrace.engine.build.flavours import OPS, choose_flavour
 from headrace.engine.build.folder import TIMING_CACHE
 from headrace.engine.build.graph import RankGraph
 from headrace.engine.build.manifest import FORMAT
-from headrace.engine.build.portable import PortableOps
 from headrace.engine.build.target import BuildOptions, Target, resolve_target
 from headrace.engine.build.tensorrt_build import PlanBasis, build_plan, plan_basis
 from headrace.engine.build.tensorrt_profiles import EngineLimits
@@ -47,7 +47,8 @@ def build_model(
     """Build the engine of a model, which is named as ``LLM`` takes it; see ``driver.build_engine``. Raises ModelError."""
     path = resolve_model(model)
     with open_checkpoint(path) as checkpoint:
-        target = resolve_target(options, checkpoint.config, "portable", "none" if options.quantization == "auto" else options.quantization)
+        flavour, quantization = choose_flavour(options.backend, options.dtype, options.quantization)
+        target = resolve_target(options, checkpoint.config, flavour, quantization)
         return build_engine(
             model_path=path,
             source=model,
@@ -102,4 +103,4 @@ class RankCompiler:
         return build_plan(graph, spec, config, self._basis, progress=progress, timing_cache=graph.with_name(TIMING_CACHE)).name
 
     def _graph(self, rank: int, progress: ProgressHook) -> RankGraph:
-        return write_rank_graph(self._checkpoint, self._target.specs[rank], PortableOps, progress)
+        return write_rank_graph(self._checkpoint, self._target.specs[rank], OPS[self._target.flavour], progress)

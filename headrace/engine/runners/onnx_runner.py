@@ -21,8 +21,8 @@ from headrace.checkpoint.resolve import is_engine_folder
 from headrace.config import EngineConfig
 from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
 from headrace.engine.build.decoder_graph import write_rank_graph
+from headrace.engine.build.flavours import OPS, choose_flavour
 from headrace.engine.build.manifest import EngineDType, load_manifest
-from headrace.engine.build.portable import PortableOps
 from headrace.engine.build.spec import (
     HIDDEN_IN,
     INPUT_IDS,
@@ -70,12 +70,11 @@ class OnnxRunner:
             len(spec.layers(self.model_config)),
             self.limits.num_slots,
             shard.num_kv_heads,
-            spec.max_seq_len,
+            spec.cache_length,
             self.model_config.head_dim,
             dtype,
         )
-        # onnxruntime's own attention goes on from a past in one sequence at a time only.
-        self._rows = RowPlanner(self.limits.num_slots, spec.max_seq_len, joins_past=spec.flavour == "portable")
+        self._rows = RowPlanner(self.limits.num_slots, spec.max_seq_len)
         self._session = RankSession(session, spec, self.model_config, self._cache)
         self._widths = [
             stop - start
@@ -95,15 +94,19 @@ class OnnxRunner:
             self.model_config: ModelConfig = checkpoint.config
             self.limits = cache_limits(config, checkpoint.config.max_seq_len)._replace(num_slots=config.max_batch_size)
             place = self._pipeline.place
+            dtype = DTYPES[config.dtype]
+            flavour, quantization = choose_flavour("onnxruntime", dtype, config.quantization)
             spec = GraphSpec(
                 max_seq_len=self.limits.max_seq_len,
                 tensor_parallel_size=place.tensor_parallel_size,
                 rank=place.tensor_rank,
                 stages=place.pipeline_parallel_size,
                 stage=place.stage,
-                dtype=DTYPES[config.dtype],
+                dtype=dtype,
+                quantization=quantization,
+                flavour=flavour,
             )
-            graph = write_rank_graph(checkpoint, spec, PortableOps, lambda stage, done, total: progress("load", done, total))
+            graph = write_rank_graph(checkpoint, spec, OPS[flavour], lambda stage, done, total: progress("load", done, total))
             return spec, open_graph(graph, threads)
 
     def _load_folder(self, config: EngineConfig, threads: int, progress: ProgressHook) -> tuple[GraphSpec, ort.InferenceSession]:
