@@ -6,9 +6,11 @@ import asyncio
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from headrace.config import Runner
 from headrace.errors import ClosedError, EngineDeadError, HeadraceError, QueueFullError
 from headrace.executor.proxy import GenerationExecutorProxy
 from headrace.executor.request import GenerationRequest
@@ -23,15 +25,19 @@ MANY = 20
 
 
 class Rig(NamedTuple):
-    """What is asked, and of which ``model``. ``draw``: a prompt and a number of tokens; ``answer``: the tokens of an undisturbed run, shape
-    [count]. For an engine that takes its time: ``most`` requests in one call, and episodes that are longer by the factor ``pace``.
+    """What is asked, and of which ``model``, run by ``runner``. ``draw``: a prompt and a number of tokens; ``answer``: the tokens of an
+    undisturbed run, shape [count]. For an engine that takes its time: ``most`` requests in one call, and episodes that are longer by the
+    factor ``pace``. ``settings``: of the engine, beside those of the episode. ``staged``: in every other episode ranks are stages.
     """
 
     model: str
+    runner: Runner
     draw: Callable[[random.Random], tuple[list[int], int]]
     answer: Callable[[Sequence[int], int], list[int]]
     most: int = 1000
     pace: float = 1.0
+    settings: Mapping[str, Any] = MappingProxyType({})
+    staged: bool = False
 
 
 class Asked:

@@ -17,8 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from headrace.config import EchoConfig, EngineConfig
+import numpy as np
+
+from headrace.config import EchoConfig, EngineConfig, Runner
 from headrace.engine.echo import echo_token
 from headrace.errors import EngineDeadError, StartupError
 from headrace.executor import session
@@ -51,6 +54,9 @@ SHOWN = 20
 
 VOCABULARY = EchoConfig().vocab_size
 
+#: prompts and answers, in the folder of a tiny model
+ANSWERS = "answers.json"
+
 
 def draw_echo(rng: random.Random) -> tuple[list[int], int]:
     """A prompt of 1 to 8 tokens, and mostly few, sometimes up to 150 tokens to answer with."""
@@ -58,7 +64,7 @@ def draw_echo(rng: random.Random) -> tuple[list[int], int]:
     return prompt, rng.randint(1, 20 if rng.random() < 0.9 else 150)
 
 
-ECHO = Rig("echo", draw_echo, lambda prompt, count: [echo_token(prompt, index, VOCABULARY) for index in range(count)])
+ECHO = Rig("echo", "echo", draw_echo, lambda prompt, count: [echo_token(prompt, index, VOCABULARY) for index in range(count)])
 
 
 def smollm2() -> Rig:
@@ -70,10 +76,55 @@ def smollm2() -> Rig:
     prompts = [list(prompt) for prompt in answers]
     return Rig(
         str(resolve_model("smollm2-135m")),
+        "torch",
         lambda rng: (rng.choice(prompts), rng.randint(1, 8 if rng.random() < 0.9 else 40)),
         lambda prompt, count: answers[tuple(prompt)][:count],
         most=1,
         pace=8.0,
+    )
+
+
+def write_tiny(folder: Path, oracle: Runner = "torch", count: int = 24, length: int = 40) -> None:
+    """A tiny random Llama, and what ``oracle`` on one rank answers to some prompts, for ``tiny``."""
+    from headrace.engine.base import EngineRequest, SingleRank
+    from headrace.engine.model_engine import ModelEngine, load_runner
+    from headrace.params import SamplingParams
+    from tests.memory_checkpoint import random_model, tiny_config, write_folder
+
+    shape = {"hidden_size": 64, "head_dim": 16, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 96, "num_layers": 4}
+    write_folder(random_model(tiny_config(max_seq_len=512, **shape), seed=13), folder)
+    config = EngineConfig(model=str(folder), runner=oracle, num_threads=1, kv_cache_tokens=4096)
+    engine = ModelEngine(config, load_runner(config, SingleRank(), lambda stage, done, total: None))
+    rng = random.Random(5)
+    start = [rng.randrange(200) for _ in range(20)]
+    prompts = [start[: rng.choice((0, 3, 12, 20))] + [rng.randrange(200) for _ in range(rng.randint(1, 30))] for _ in range(count)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        engine.submit(EngineRequest(index, np.array(prompt, np.int32), params, length, seed=0))
+    while engine.has_work:
+        outputs = engine.step()
+        place = 0
+        for index, number in zip(outputs.request_ids, outputs.counts, strict=True):
+            answers[index] += outputs.token_ids[place : place + number]
+            place += number
+    engine.close()
+    (folder / ANSWERS).write_text(json.dumps([prompts, answers]))
+
+
+def tiny(folder: Path, runner: Runner) -> Rig:
+    """The model of ``write_tiny``, in a KV cache that few requests fill."""
+    prompts, texts = json.loads((folder / ANSWERS).read_text())
+    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, texts, strict=True)}
+    return Rig(
+        str(folder),
+        runner,
+        lambda rng: (rng.choice(prompts), rng.randint(1, 8 if rng.random() < 0.8 else 40)),
+        lambda prompt, count: answers[tuple(prompt)][:count],
+        most=30,
+        pace=8.0 if runner == "torch" else 4.0,
+        settings={"kv_cache_tokens": 512, "max_num_tokens": 48, "tokens_per_block": 4, "max_batch_size": 16, "max_seq_len": 128},
+        staged=True,
     )
 
 
@@ -184,9 +235,10 @@ class Run:
     def _build(self) -> GenerationExecutorProxy:
         episode = self._episode
         echo = EchoConfig(step_time=episode.step_time, max_batch_size=episode.max_batch_size, load_time=0.05)
-        model = self._rig.model
-        runner = "echo" if model == "echo" else "torch"
-        config = EngineConfig(model=model, runner=runner, tensor_parallel_size=episode.ranks, num_threads=1, echo=echo)
+        rig = self._rig
+        tp, pp = (1, episode.ranks) if rig.staged and episode.number % 2 else (episode.ranks, 1)
+        ranks: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "num_threads": 1}
+        config = EngineConfig(model=rig.model, runner=rig.runner, echo=echo, **ranks, **rig.settings)
         self.report.worlds += 1
         return GenerationExecutorProxy(
             config,
@@ -351,7 +403,16 @@ class Run:
         ending = self._episode.ending
         base = Path(tempfile.mkdtemp(prefix="hr", dir=session._base_folder()))
         script = "import sys; from tests.chaos.harness import act; act(*sys.argv[1:])"
-        command = [sys.executable, "-c", script, str(base), str(self._episode.seed), str(self._episode.number), self._rig.model]
+        command = [
+            sys.executable,
+            "-c",
+            script,
+            str(base),
+            str(self._episode.seed),
+            str(self._episode.number),
+            self._rig.model,
+            self._rig.runner,
+        ]
         command += ["restart"] * self._episode.restart
         began = time.monotonic()
         self.report.worlds += 1
@@ -370,11 +431,12 @@ class Run:
         shutil.rmtree(base)
 
 
-def act(base: str, seed: str, number: str, model: str, restart: str = "") -> None:
+def act(base: str, seed: str, number: str, model: str, runner: Runner, restart: str = "") -> None:
     """In a user process that is going to be killed: the episode, without its end."""
     os.environ[session.VARIABLE] = base
     episode = draw(int(seed), int(number), bool(restart))
-    run = Run(replace(episode, ending=Ending("close", 1000.0)), ECHO if model == "echo" else smollm2())
+    rig = ECHO if runner == "echo" else tiny(Path(model), runner) if Path(model).is_dir() else smollm2()
+    run = Run(replace(episode, ending=Ending("close", 1000.0)), rig)
     for line in run._here(Marked(os.environ[MARK])):
         print(line, file=sys.stderr)
 

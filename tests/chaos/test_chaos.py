@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.harness import run
+from tests.chaos.harness import run, tiny, write_tiny
 from tests.chaos.plan import CLIENTS, ENDINGS, FRAMES, draw
 
 #: seeds of short runs that together hold every ending of a world
 SEEDS = (1, 3)
 EPISODES = 4
 RESTART_SEED, RESTART_EPISODES = 7, 3
+#: two episodes whose worlds have several ranks
+MODEL_SEED, MODEL_EPISODE = 2, 4
 
 
 @pytest.mark.kill
@@ -33,6 +35,17 @@ def test_worlds_that_come_back_finish_what_was_asked():
     print(report.summary())
     assert report.violations == []
     assert report.worlds == RESTART_EPISODES and report.restarts > 0
+
+
+@pytest.mark.kill
+def test_ranks_and_stages_of_a_model_lose_nothing(tmp_path):
+    """A14, A15, A16, A26: onnxruntime, in a KV cache that few requests fill; one world of ranks, one of stages, both with deaths."""
+    write_tiny(tmp_path, "onnxruntime")
+    first = MODEL_EPISODE
+    report = run(MODEL_SEED, lambda number: number < first + 2, first=first, rig=tiny(tmp_path, "onnxruntime"), restart=True)
+    print(report.summary())
+    assert report.violations == []
+    assert report.restarts > 0 and report.outcomes["length"] > 0
 
 
 def test_a_plan_depends_on_nothing_but_its_seed_and_number():
