@@ -10,6 +10,7 @@ import msgspec
 import onnx
 
 from headrace.checkpoint import Checkpoint, resolve_model
+from headrace.checkpoint.resolve import PACKAGED
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.driver import BuildReport, build_engine
@@ -46,13 +47,15 @@ def build_model(
 ) -> BuildReport:
     """Build the engine of a model, which is named as ``LLM`` takes it; see ``driver.build_engine``. Raises ModelError."""
     path = resolve_model(model)
+    # As it is called from anywhere on this machine.
+    source = str(path) if Path(model).expanduser().exists() and model not in PACKAGED else model
     with open_checkpoint(path) as checkpoint:
         flavour, quantization = choose_flavour(options.backend, options.dtype, options.quantization)
         target = resolve_target(options, checkpoint.config, flavour, quantization)
         return build_engine(
             model_path=path,
-            source=model,
-            name=checkpoint.name,
+            source=source,
+            name=model if model in PACKAGED else checkpoint.name,
             target=target,
             compiler=RankCompiler(checkpoint, target),
             folder=folder,
