@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+import importlib.util
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from typing import Any
 
 import numpy as np
@@ -50,12 +51,13 @@ def collectives_of(collectives: Collectives) -> Iterator[None]:
 
 def all_reduce(partial: Float32) -> Float32:
     """The operator: the sum over the ranks of ``collectives_of``, in an array of its own."""
+    collectives = _step.collectives
+    if collectives is None:
+        raise RuntimeError("a graph with sums over ranks runs outside of collectives_of")
     total: Float32 = np.array(partial, np.float32, order="C")
     if _step.error is None:
         try:
-            if _step.collectives is None:
-                raise RuntimeError("a graph with sums over ranks runs outside of collectives_of")
-            _step.collectives.all_reduce(total)
+            collectives.all_reduce(total)
         except BaseException as error:
             _step.error = error
     return total
@@ -68,58 +70,58 @@ def library() -> str:
     """Path of the library that a session must be given for the operator. Raises ModelError if onnxruntime-extensions is not installed."""
     # An operator that two threads declare is there twice.
     with _lock:
-        return _declare()
-
-
-@contextlib.contextmanager
-def _without(*packages: str) -> Iterator[None]:
-    """Inside, packages that are not imported yet cannot be; and the environment is put back.
-
-    onnxruntime-extensions imports them if it can, for converters that nobody here asks for: 4 s of a core in every rank, and half a minute
-    until four ranks on two cores are ready. It also sets a variable that makes protobuf slow.
-    """
-    hidden = [name for name in packages if name not in sys.modules]
-    variables = dict(os.environ)
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: to import it is an ImportError
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
+        native = _native()
+        op_id = _declare()
+        # Each time, for the package puts its own way back in the place of this one when somebody imports it.
+        native.PyCustomOpDef.install_hooker(functools.partial(_invoke, op_id))
+        path: str = native.__file__
+        return path
 
 
 @functools.cache
-def _declare() -> str:
-    try:
-        with _without("transformers", "torch"):
-            from onnxruntime_extensions import PyCustomOpDef, _ocos, get_library_path, onnx_op
-    except ImportError as error:
+def _native() -> Any:
+    """The package's own library, alone: the package imports transformers and PyTorch where these are installed, which takes seconds."""
+    package = importlib.util.find_spec("onnxruntime_extensions")
+    name = "onnxruntime_extensions._extensions_pydll"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = None if package is None else PathFinder.find_spec(name, package.submodule_search_locations)
+    if spec is None or spec.loader is None:
         raise ModelError(
-            "tensor parallelism with onnxruntime needs onnxruntime-extensions, "
-            f"which cannot be imported ({error}): pip install onnxruntime-extensions"
-        ) from None
-    integer, text = PyCustomOpDef.dt_int64, PyCustomOpDef.dt_string
+            "tensor parallelism with onnxruntime needs onnxruntime-extensions, which is not installed: pip install onnxruntime-extensions"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # Who imports the package later gets the same one.
+    sys.modules[name] = module
+    return module
 
-    @onnx_op(  # type: ignore[untyped-decorator]
-        op_type=COLLECTIVE,
-        inputs=[PyCustomOpDef.dt_float],
-        outputs=[PyCustomOpDef.dt_float],
-        attrs={"collective_operation": text, "reduce_op": text, "root": integer, "nb_rank": integer, "group_size": integer},
-    )
-    def operator(partial: Float32, **attributes: object) -> Float32:
-        return all_reduce(partial)
 
-    # The package's own way back makes a list of numbers of every result: 7 ms for 32 rows of 576, where an array takes 10 us.
-    plain = _ocos._on_pyop_invocation
+@functools.cache
+def _declare() -> int:
+    """Declare the operator, once, and say by which number it is called."""
+    native = _native()
+    integer, text = native.PyCustomOpDef.dt_int64, native.PyCustomOpDef.dt_string
+    definition = native.PyCustomOpDef()
+    definition.op_type = COLLECTIVE
+    definition.obj_id = op_id = id(definition)
+    definition.input_types = definition.output_types = [native.PyCustomOpDef.dt_float]
+    definition.attrs = {"collective_operation": text, "reduce_op": text, "root": integer, "nb_rank": integer, "group_size": integer}
+    native.add_custom_op(definition)
+    # The library keeps a pointer to it.
+    _declared.append(definition)
+    return op_id
 
-    def invoke(op_id: int, feed: Sequence[Any], attributes: Any) -> Any:
-        if op_id != operator._id:
-            return plain(op_id, feed, attributes)
+
+_declared: list[Any] = []
+
+
+def _invoke(own: int, op_id: int, feed: Sequence[Any], attributes: Any) -> Any:
+    """What the library calls for every operator in Python: ``own`` is that of this module, others are the package's.
+
+    The package itself would make a list of numbers of every result: 7 ms for 32 rows of 576, where an array takes 10 us.
+    """
+    if op_id == own:
         total = all_reduce(feed[0])
         return op_id, total.shape, total.reshape(-1)
-
-    PyCustomOpDef.install_hooker(invoke)
-    path: str = get_library_path()
-    return path
+    return sys.modules["onnxruntime_extensions._ocos"]._on_pyop_invocation(op_id, feed, attributes)
