@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from headrace import LLM, LoraRequest, RequestError, SamplingParams
@@ -106,21 +105,6 @@ def test_cancel(llm: LLM, expected: list[list[int]]) -> None:
     cut = handles[0].result(60.0).outputs[0]
     assert cut.finish_reason in ("abort", "length") and cut.token_ids == expected[0][: len(cut.token_ids)]
     assert [handle.result(60.0).outputs[0].token_ids for handle in handles[1:]] == expected[1:3]
-
-
-def test_beams_prompts_and_logits_are_those_of_torch(llm: LLM, folder: Path) -> None:
-    """A41: logprobs of a prompt whose tokens are all computed again, and of what follows; beams are rows that are copied."""
-    beams = SamplingParams(max_tokens=12, use_beam_search=True, n=3, best_of=4, ignore_eos=True)
-    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1, return_context_logits=True)
-    mine, found = llm.generate(PROMPTS[4], params), llm.generate(PROMPTS[1], beams)
-    with LLM(folder, runner="torch", num_threads=1) as other:
-        theirs, wanted = other.generate(PROMPTS[4], params), other.generate(PROMPTS[1], beams)
-    assert [beam.token_ids for beam in found.outputs] == [beam.token_ids for beam in wanted.outputs]
-    assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
-    np.testing.assert_allclose(mine.context_logits, theirs.context_logits, atol=1e-4)
-    assert mine.prompt_logprobs is not None and theirs.prompt_logprobs is not None
-    for one, another in zip(mine.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
-        assert one is not None and another is not None and list(one) == list(another)
 
 
 def test_a_profile_has_the_steps_of_every_rank(llm: LLM, tmp_path: Path) -> None:

@@ -50,12 +50,13 @@ def collectives_of(collectives: Collectives) -> Iterator[None]:
 
 
 def all_reduce(partial: Float32) -> Float32:
-    """The operator: the sum over the ranks of ``collectives_of``, in an array of its own."""
+    """The operator: the sum over the ranks of ``collectives_of``, in an array of its own; NaN outside of it."""
+    total: Float32 = np.array(partial, np.float32, order="C")
     collectives = _step.collectives
     if collectives is None:
-        raise RuntimeError("a graph with sums over ranks runs outside of collectives_of")
-    total: Float32 = np.array(partial, np.float32, order="C")
-    if _step.error is None:
+        # An exception here would end the process, and what is not summed must not pass for a result.
+        total.fill(np.nan)
+    elif _step.error is None:
         try:
             collectives.all_reduce(total)
         except BaseException as error:
