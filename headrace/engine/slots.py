@@ -82,10 +82,12 @@ class RowPlanner:
     Args:
         num_slots: rows, and slots.
         max_seq_len: tokens that a row holds.
+        beyond: so many tokens more may a run write behind those of each row, for which rows have room beside ``max_seq_len``.
     """
 
-    def __init__(self, num_slots: int, max_seq_len: int) -> None:
+    def __init__(self, num_slots: int, max_seq_len: int, *, beyond: int = 0) -> None:
         self._max_seq_len = max_seq_len
+        self._beyond = beyond
         self._row_of = list(range(num_slots))
         self._slot_in = list(range(num_slots))
         # By row: behind so many tokens nothing has been written since it was cleared.
@@ -110,7 +112,7 @@ class RowPlanner:
         starts, lengths = plan.starts[group].astype(np.int64), plan.lengths[group].astype(np.int64)
         width = int(lengths.max())
         for row, start in enumerate(starts.tolist(), first):
-            self._ends[row] = max(self._ends[row], start + width)
+            self._ends[row] = max(self._ends[row], start + width + self._beyond)
         steps, firsts = np.arange(width), (np.cumsum(plan.lengths, dtype=np.int64) - plan.lengths)[group]
         index = firsts[:, None] + np.minimum(steps, lengths[:, None] - 1)
         inside = steps < lengths[:, None]

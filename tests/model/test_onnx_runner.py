@@ -94,9 +94,13 @@ def test_greedy_tokens_of_the_reference(ranks: int) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [result["output_ids_ignore_eos"] for result in results]
 
 
-def test_everything_that_an_engine_asks_for_is_as_from_torch(load: Callable[..., OnnxRunner]) -> None:
-    """A41, A43, A45: prompts with a common beginning, logits of all positions, beams, chunks, and a pool that is too small for all."""
-    model = random_model(tiny_config(), seed=9)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(10, "float32"), (16, "float32"), (10, "float16")])
+def test_everything_that_an_engine_asks_for_is_as_from_torch(load: Callable[..., OnnxRunner], head_dim: int, dtype: str) -> None:
+    """A41, A43, A45: prompts with a common beginning, logits of all positions, beams, chunks, and a pool that is too small for all.
+
+    Heads of 10 are attended to by ONNX's operators, those of 16 by onnxruntime's own.
+    """
+    model = random_model(tiny_config(head_dim=head_dim), seed=9)
     rng = random.Random(3)
     requests: dict[int, tuple[list[int], SamplingParams]] = {}
     for request_id in range(14):
@@ -109,17 +113,23 @@ def test_everything_that_an_engine_asks_for_is_as_from_torch(load: Callable[...,
             SamplingParams(max_tokens=6, ignore_eos=True, use_beam_search=True, n=2, best_of=3),
         )[kind]
         requests[request_id] = prompt, params
-    tight = {"kv_cache_tokens": 200, "max_num_tokens": 24}
-    mine = run(ModelEngine(config(**tight), load(model)), requests)
+    tight = {"kv_cache_tokens": 200, "max_num_tokens": 24, "dtype": dtype}
+    mine = run(ModelEngine(config(**tight), load(model, dtype=dtype)), requests)
     torch = TorchRunner(config(runner="torch"), model, SingleRank(), lambda stage, done, total: None)
     theirs = run(ModelEngine(config(runner="torch"), torch), requests)
     torch.close()
-    for request_id, ended in mine.items():
-        other = theirs[request_id]
+    if dtype == "float16":
+        # Another token may be the better one by a hair, after which all differ.
+        theirs = {
+            number: ended for number, ended in theirs.items() if (ended.tokens, ended.beams) == (mine[number].tokens, mine[number].beams)
+        }
+        assert len(theirs) > 9
+    for request_id, other in theirs.items():
+        ended = mine[request_id]
         assert (ended.tokens, ended.error, ended.beams) == (other.tokens, None, other.beams), request_id
         assert ended.rows.keys() == other.rows.keys()
         for kind, rows in ended.rows.items():
-            np.testing.assert_allclose(np.concatenate(rows), np.concatenate(other.rows[kind]), atol=2e-4)
+            np.testing.assert_allclose(np.concatenate(rows), np.concatenate(other.rows[kind]), atol=2e-4 if dtype == "float32" else 0.1)
 
 
 def test_the_engine_copies_and_moves_rows(load: Callable[..., OnnxRunner], monkeypatch: pytest.MonkeyPatch) -> None:

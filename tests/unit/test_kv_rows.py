@@ -68,5 +68,5 @@ def test_memory_comes_with_the_tokens_and_goes_with_them() -> None:
 
 
 def test_address_space_that_there_is_not_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ModelError, match="4 rows of 1099511627776 tokens could not be had .*: lower max_batch_size or max_seq_len"):
+    with pytest.raises(ModelError, match=r"4 rows of 1099511627776 tokens could not be had .*: lower max_batch_size or max_seq_len"):
         rows_of(max_seq_len=1 << 40)

@@ -74,7 +74,7 @@ class OnnxRunner:
             self.model_config.head_dim,
             dtype,
         )
-        self._rows = RowPlanner(self.limits.num_slots, spec.max_seq_len)
+        self._rows = RowPlanner(self.limits.num_slots, spec.max_seq_len, beyond=spec.cache_length - spec.max_seq_len)
         self._session = RankSession(session, spec, self.model_config, self._cache)
         self._widths = [
             stop - start
