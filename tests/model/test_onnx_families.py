@@ -117,10 +117,12 @@ def test_stages_joined_are_the_model(name: str, size: int, stages: int, folders:
 
 @pytest.mark.parametrize("tokens", [1, 7, 100])
 def test_a_run_has_few_products_in_memory(tokens: int, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner cuts prompts into runs, so that a long context does not ask for gigabytes; the numbers are the same."""
+    """The runner cuts prompts into runs, so that a long context does not ask for gigabytes; float16, for which graphs are portable."""
     folder, reference = folders("llama3")
     monkeypatch.setattr(onnx_runner, "SCORE_BYTES", tokens * 4 * 5 * CONTEXT)
-    config = EngineConfig(model=str(folder), runner="onnxruntime", kv_cache_tokens=2 * CONTEXT, max_batch_size=2, num_threads=1)
+    config = EngineConfig(
+        model=str(folder), runner="onnxruntime", dtype="float16", kv_cache_tokens=2 * CONTEXT, max_batch_size=2, num_threads=1
+    )
     runner = load_runner(config, SingleRank(), lambda stage, done, total: None)
     shapes: list[tuple[int, ...]] = []
     run = runner._session.run
@@ -138,6 +140,7 @@ def test_a_run_has_few_products_in_memory(tokens: int, folders: Folders, monkeyp
         np.arange(2, dtype=np.int32),
         np.array([3, 7, 19, 20, 28], np.int32),
     )
-    np.testing.assert_allclose(runner.execute(plan.arrays()), reference.logits[[3, 7, 19, 0, 8]], atol=1e-4, rtol=1e-4)
+    error = np.abs(runner.execute(plan.arrays()) - reference.logits[[3, 7, 19, 0, 8]]).max()
+    assert error < HALF * np.abs(reference.logits).max()
     assert all(rows * width <= tokens for rows, width in shapes) and sum(rows * width for rows, width in shapes) >= 29
     runner.close()
