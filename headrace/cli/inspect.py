@@ -158,6 +158,9 @@ def _row(manifest: EngineManifest, rank: EngineRank) -> list[str]:
     per_token = manifest.kv_bytes_per_token(rank.rank)
     cells = [str(rank.rank)]
     for name in SPANS:
+        if name == "vocabulary" and rank.stage < manifest.pp - 1:
+            cells.append("none")  # the head is on the last stage
+            continue
         start, stop = getattr(rank, name)
         cells.append(f"{start}-{stop - 1}" if stop - start > 1 else str(start))
     cells += [size(per_token), size(per_token * manifest.max_seq_len), size(sum(file.nbytes for file in rank.files))]

@@ -137,6 +137,17 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert line.split() in [found.split() for found in out.splitlines()], line
 
 
+def test_inspect_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path, tp=1, pp=2)
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "runs on  onnxruntime, tp 1 x pp 2: 2 ranks" in out
+    assert [line.split()[:6] for line in out.splitlines() if line[:1].isdigit()] == [
+        ["0", "0", "0-5", "0-2", "0-91", "none"],
+        ["1", "1-2", "0-5", "0-2", "0-91", "0-210"],
+    ]
+
+
 def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = make_folder(tmp_path, tp=3)
     assert main(["inspect", str(tmp_path), "--json"]) == 0
