@@ -22,18 +22,17 @@ from tests.gguf_writer import LLAMA, Tensor, gguf_bytes, llama_tensors, llama_we
 from tests.graph_world import GraphWorld
 from tests.memory_checkpoint import random_model, tiny_config
 
-#: heads of 16, which GroupQueryAttention rotates, in place of 10 to 14, which it does not take
-WIDE: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160}
+#: which GroupQueryAttention rotates, in place of 8 to 14, which it does not take or does not rotate
+HEAD = 16
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5, 1.6, 1.7], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}
 
 
 def widened(name: str) -> dict[str, Any]:
-    changes = MODELS[name][2] | WIDE
-    if name == "llama3":
-        changes["hidden_size"] = 80
+    changes = MODELS[name][2] | {"intermediate_size": 160}
+    changes["hidden_size"] = HEAD * changes.get("num_attention_heads", 6)
     if "head_dim" in changes:
         # It takes heads of 8, but does not rotate them.
-        changes["head_dim"] = 8 if name == "qwen3" else 16
+        changes["head_dim"] = 8 if name == "qwen3" else HEAD
     if "short_factor" in changes.get("rope_parameters", {}):
         changes["rope_parameters"] = changes["rope_parameters"] | FACTORS
     return changes
