@@ -111,7 +111,7 @@ def obstacles(manifest: EngineManifest, here: Here) -> list[str]:
     if built and here.version and built != here.version:
         found.append(f"its plans were built by {backend} {built}, and {here.version} is installed: {manifest.command()}")
     if len(here.capabilities) < manifest.size:
-        found.append(f"it needs {manifest.size} GPUs, one for each rank, and there are {len(here.capabilities)}")
+        found.append(f"each of its {manifest.size} ranks needs a GPU, and GPUs here: {len(here.capabilities)}")
     if manifest.capability is not None:
         fitting = [capability.strip() for capability in manifest.capability.split(",")]
         others = sorted({capability for capability in here.capabilities if capability not in fitting})

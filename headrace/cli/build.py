@@ -65,6 +65,13 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     group.add_argument(
         "--chunk", type=positive, metavar="N", help="most tokens of one sequence in one step (default: 2048, if it has so many)"
     )
+    group.add_argument(
+        "--capability",
+        nargs="+",
+        default=[],
+        metavar="X.Y",
+        help="compute capabilities of the GPUs that tensorrt-rtx builds for (default: all that it supports)",
+    )
     parser.add_argument("--force", action="store_true", help="make everything anew")
     parser.add_argument("--json", action="store_true", help="what was built, as one JSON object")
     add_debug_option(parser)
@@ -84,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_batch_size=arguments.max_batch,
         max_seq_len=arguments.max_seq_len,
         chunk=arguments.chunk,
+        capabilities=tuple(arguments.capability),
     )
     try:
         from headrace.engine.build.compiler import build_model

@@ -262,6 +262,7 @@ def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path, monkeypatc
         ({"max_seq_len": 129}, "max-seq-len 129 exceeds the context of the model, 128 tokens"),
         ({"max_seq_len": 64, "chunk": 65}, "chunk 65 exceeds max-seq-len 64"),
         ({"max_batch_size": -3}, "max-batch is -3: it must be at least 1"),
+        ({"capabilities": ("8.9",)}, "capability 8.9 is of GPUs, and onnxruntime runs on CPUs here"),
         ({"backend": "openvino"}, "backend 'openvino' is none of onnxruntime, tensorrt, tensorrt-rtx"),
     ],
 )

@@ -46,6 +46,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
 
 def test_options_become_what_is_built(built: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     line = "build --model m.gguf --backend tensorrt --tp 2 --pp 3 --dtype bf16 --quantization none --max-batch 8 --max-seq-len 99 --chunk 7"
+    line += " --capability 8.9 12.0"
     assert main([*line.split(), "-o", "out dir", "--force"]) == 0
     options = BuildOptions(
         tensor_parallel_size=2,
@@ -56,6 +57,7 @@ def test_options_become_what_is_built(built: list[tuple[Any, ...]], capsys: pyte
         max_batch_size=8,
         max_seq_len=99,
         chunk=7,
+        capabilities=("8.9", "12.0"),
     )
     assert built == [("m.gguf", options, Path("out dir"), True)]
     out = capsys.readouterr().out
@@ -179,7 +181,7 @@ def test_inspect_says_why_it_cannot_run_here(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(inspection, "look", lambda manifest: Here("11.2", ("9.0",)))
     assert main(["inspect", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "CANNOT RUN HERE  it needs 2 GPUs, one for each rank, and there are 1\n" in out
+    assert "CANNOT RUN HERE  each of its 2 ranks needs a GPU, and GPUs here: 1\n" in out
     assert "CANNOT RUN HERE  its plans are for GPUs of compute capability 8.9, and here are some of 9.0: headrace build" in out
 
 

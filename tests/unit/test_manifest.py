@@ -81,6 +81,8 @@ def test_the_command_that_builds_it_again() -> None:
         "headrace build --model 'models/tiny one' --tp 4 --dtype fp32 --quantization none --backend onnxruntime "
         "--max-batch 4 --max-seq-len 64 --chunk 32 -o 'a b'"
     )
+    for_gpus = make_manifest(backend="tensorrt-rtx", capability="8.6, 8.9").command()
+    assert for_gpus.endswith(" --backend tensorrt-rtx --max-batch 4 --max-seq-len 64 --chunk 32 --capability 8.6 8.9 -o DIR")
     assert " --pp 3 " in make_manifest(pp=3).command(max_seq_len=7)
 
 

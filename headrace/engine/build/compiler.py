@@ -76,7 +76,7 @@ class RankCompiler:
         if target.has_plans:
             limits = EngineLimits(max_batch_size=target.max_batch_size, max_seq_len=target.max_seq_len, chunk=target.chunk)
             # It loads the library: what is missing or does not fit is told before anything is written.
-            self._basis = plan_basis(target.backend, limits)
+            self._basis = plan_basis(target.backend, limits, target.capabilities)
             self.versions[target.backend] = self._basis.version
             self.capability = self._basis.capability
 

@@ -189,6 +189,8 @@ class EngineManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if settings["pp"] == 1:
             del settings["pp"]
         options = [f"--{name} {shlex.quote(str(value))}" for name, value in settings.items()]
+        if self.backend == "tensorrt-rtx" and self.capability is not None:
+            options.append(f"--capability {self.capability.replace(',', '')}")
         return " ".join(["headrace build", *options, "-o", shlex.quote(str(folder))])
 
     def check_rank(self, folder: Path, rank: int) -> None:

@@ -37,10 +37,11 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int = DEFAULT_BATCH_SIZE
     max_seq_len: int | None = None
     chunk: int | None = None
+    capabilities: tuple[str, ...] = ()
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What is built. ``specs``: of the graph of each rank."""
+    """What is built. ``specs``: of the graph of each rank. ``capabilities``: of GPUs to build plans for; empty: as the backend has it."""
 
     config: ModelConfig
     backend: Backend
@@ -53,6 +54,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int
     chunk: int
     specs: tuple[GraphSpec, ...]
+    capabilities: tuple[str, ...] = ()
 
     @property
     def has_plans(self) -> bool:
@@ -75,6 +77,8 @@ def resolve_target(options: BuildOptions, config: ModelConfig, flavour: Flavour,
     dtype = options.dtype or DTYPES[backend][0]
     if dtype not in DTYPES[backend]:
         raise ModelError(f"{backend} does not compute in {dtype}; choose one of {', '.join(DTYPES[backend])}")
+    if options.capabilities and backend == "onnxruntime":
+        raise ModelError(f"capability {', '.join(options.capabilities)} is of GPUs, and onnxruntime runs on CPUs here")
     if quantization != "none" and backend != "onnxruntime":
         raise ModelError(f"quantization {quantization} is for onnxruntime; with {backend} leave it out or say none")
     for name, value in (
@@ -125,6 +129,7 @@ def resolve_target(options: BuildOptions, config: ModelConfig, flavour: Flavour,
         max_seq_len=max_seq_len,
         chunk=chunk,
         specs=specs,
+        capabilities=options.capabilities,
     )
 
 
