@@ -50,6 +50,12 @@ class ExecutionContextAllocationStrategy(enum.Enum):
     USER_MANAGED = 2
 
 
+class DynamicShapesKernelSpecializationStrategy(enum.Enum):
+    LAZY = 0
+    EAGER = 1
+    NONE = 2
+
+
 class ComputeCapability(enum.Enum):
     NONE = 0
     CURRENT = 1
@@ -114,6 +120,8 @@ class FakeTensorRT:
     # Only asked for: networks are made by the real package alone.
     IAttentionInputLayer = IKVCacheUpdateLayer = IDistCollectiveLayer = object
 
+    DynamicShapesKernelSpecializationStrategy = DynamicShapesKernelSpecializationStrategy
+
     __name__ = "tensorrt"
 
     def __init__(
@@ -127,6 +135,9 @@ class FakeTensorRT:
         #: calls of contexts that are refused, by name
         self.refused: set[str] = set()
         self.scratch_bytes = 4096
+        #: of which kind engines are; and whether contexts of TensorRT for RTX can be captured
+        self.engine_class: type[ICudaEngine] = ICudaEngine
+        self.capturable = True
 
     def Runtime(self, logger: Any) -> Runtime:
         return Runtime(self, logger)
@@ -142,7 +153,7 @@ class Runtime:
         except ValueError:
             self.logger.log(ILogger.Severity.ERROR, "Magic tag does not match")
             return None
-        return ICudaEngine(self.trt, self.logger, plan)
+        return self.trt.engine_class(self.trt, self.logger, plan)
 
 
 class ICudaEngine:
@@ -209,6 +220,33 @@ class ICudaEngine:
             return None
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
         return IExecutionContext(self)
+
+
+class RtxEngine(ICudaEngine):
+    """That of TensorRT for RTX, as far as it differs."""
+
+    def create_runtime_config(self) -> IRuntimeConfig:
+        return IRuntimeConfig()
+
+    def create_execution_context(  # type: ignore[override]
+        self, strategy: ExecutionContextAllocationStrategy | None = None, runtime_config: IRuntimeConfig | None = None
+    ) -> IExecutionContext | None:
+        assert (strategy is None) != (runtime_config is None)
+        if runtime_config is None:
+            assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+            return RtxContext(self)
+        assert runtime_config.strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        self.trt.events.append(("settings", runtime_config.dynamic_shapes_kernel_specialization_strategy))
+        return RtxContext(self)
+
+
+class IRuntimeConfig:
+    def __init__(self) -> None:
+        self.strategy = ExecutionContextAllocationStrategy.STATIC
+        self.dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
+
+    def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
+        self.strategy = strategy
 
 
 class IExecutionContext:
@@ -309,3 +347,11 @@ class IExecutionContext:
 
     def _allows(self, call: str) -> bool:
         return call not in self.trt.refused
+
+
+class RtxContext(IExecutionContext):
+    """That of TensorRT for RTX, as far as it differs."""
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        self.trt.cudart.is_capturing(stream)
+        return self.trt.capturable

@@ -102,9 +102,11 @@ class TinyRowRunner(TinySlotRunner):
     What lies behind the end of a row is -2, also what padding writes; nothing but a run may write to a row that is in it.
     """
 
+    max_run_tokens: int | None = None
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.rows = RowPlanner(config.max_batch_size, self.size)
+        self.rows = RowPlanner(config.max_batch_size, self.size, max_run_tokens=self.max_run_tokens)
         self.moved = 0
         self.widest = 0
 
@@ -132,6 +134,7 @@ class TinyRowRunner(TinySlotRunner):
 
     def run(self, run: Run, plan: StepPlan, logits: Float32) -> None:
         count, width = run.index.shape
+        assert self.max_run_tokens is None or width == 1 or count * width <= self.max_run_tokens
         self.widest = max(self.widest, count if width > 1 else 0)
         for place, (start, length) in enumerate(zip(run.starts.tolist(), run.lengths.tolist(), strict=True)):
             row = self.cache[run.first + place]
@@ -142,6 +145,12 @@ class TinyRowRunner(TinySlotRunner):
             place, step = divmod(sample, width)
             assert run.index[place, step] == plan.samples[out] and run.positions[place, step] == run.starts[place] + step
             logits[out] = self.logits_after(self.cache[run.first + place, : run.starts[place] + step + 1])
+
+
+class TinyStripRunner(TinyRowRunner):
+    """The same with few tokens in a run: prompts are cut into several."""
+
+    max_run_tokens = 4
 
 
 def logits_after(tokens: Any) -> Float32:

@@ -2,8 +2,8 @@
 
 A graph runs over rows that follow one another, all with equally many tokens. So what a step computes is brought together by swapping rows,
 as few tokens as can be, and cut into runs: all sequences with one token are one, longer ones of similar length share one where padding
-them costs less than to go through all weights once more. Rows are right-padded: a padded token writes behind the end of its row, where the
-tokens that come later are written before they are read.
+them costs less than to go through all weights once more, and one that is too long for a run has several, one after the other. Rows are
+right-padded: a padded token writes behind the end of its row, where the tokens that come later are written before they are read.
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ class RowPlanner:
         num_slots: rows, and slots.
         max_seq_len: tokens that a row holds.
         beyond: so many tokens more may a run write behind those of each row, for which rows have room beside ``max_seq_len``.
+        max_run_tokens: most tokens of a run in which sequences have several, padding included; None: any number.
     """
 
-    def __init__(self, num_slots: int, max_seq_len: int, *, beyond: int = 0) -> None:
+    def __init__(self, num_slots: int, max_seq_len: int, *, beyond: int = 0, max_run_tokens: int | None = None) -> None:
         self._max_seq_len = max_seq_len
         self._beyond = beyond
+        self._max_run_tokens = max_run_tokens or num_slots * max_seq_len
         self._row_of = list(range(num_slots))
         self._slot_in = list(range(num_slots))
         # By row: behind so many tokens nothing has been written since it was cleared.
@@ -104,7 +106,7 @@ class RowPlanner:
         for group in groups:
             if group:
                 yield from self._bring_together([slots[place] for place in group])
-                yield self._run(plan, sorted(group, key=lambda place: self._row_of[slots[place]]))
+                yield from self._strips(self._run(plan, sorted(group, key=lambda place: self._row_of[slots[place]])))
 
     def _run(self, plan: StepPlan, group: list[int]) -> Run:
         """``group``: sequences of the plan in the order of their rows, which follow one another."""
@@ -123,6 +125,24 @@ class RowPlanner:
         rows = np.flatnonzero(places >= 0)
         return Run(first, index, starts, lengths, places[rows], rows)
 
+    def _strips(self, run: Run) -> Iterator[Run]:
+        """A run of one sequence that has too many tokens for it, in pieces; any other as it is."""
+        count, width = run.index.shape
+        if count > 1 or width <= self._max_run_tokens:
+            yield run
+            return
+        for start in range(0, width, self._max_run_tokens):
+            stop = min(start + self._max_run_tokens, width)
+            inside = (run.samples >= start) & (run.samples < stop)
+            yield Run(
+                run.first,
+                run.index[:, start:stop],
+                run.starts + start,
+                np.array([stop - start]),
+                run.samples[inside] - start,
+                run.rows[inside],
+            )
+
     def _groups(self, plan: StepPlan) -> Iterator[list[int]]:
         """Sequences with several tokens: the longest first, and with it all those for which padding costs less than a run."""
         lengths, starts = plan.lengths.tolist(), plan.starts.tolist()
@@ -138,6 +158,8 @@ class RowPlanner:
 
     def _joins(self, place: int, group: Sequence[int], lengths: Sequence[int], starts: Sequence[int]) -> bool:
         width = lengths[group[0]]
+        if (len(group) + 1) * width > self._max_run_tokens:
+            return False
         # A write past the end of a row would be in the next one, or nowhere.
         return width - lengths[place] <= RUN_TOKENS and starts[place] + width <= self._max_seq_len
 

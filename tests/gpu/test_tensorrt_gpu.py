@@ -84,7 +84,7 @@ class Engine:
             versions={backend: basis.version},
             capability=basis.capability,
         )
-        self.config = EngineConfig(model=str(folder), runner=backend, **SETTINGS)  # type: ignore[arg-type]
+        self.config = EngineConfig(model=str(folder), runner=backend, skip_selftest=(backend,), **SETTINGS)  # type: ignore[arg-type]
         self.runner = TensorRTRunner(self.config, SingleRank(), silent)
         self.oracle = GraphWorld(checkpoint, max_seq_len=64, garbage=0.0)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace.engine.base import Float32
+from headrace.config import EngineConfig
+from headrace.engine.base import Float32, SingleRank
+from headrace.engine.model_engine import load_runner
 from headrace.engine.models import FAMILIES, open_checkpoint
+from headrace.engine.plan import StepPlan
+from headrace.engine.runners import onnx_runner
 from tests.family_models import CONTEXT, MODELS, Folders, Reference
 from tests.graph_world import GraphWorld
 
@@ -108,3 +113,34 @@ def test_stages_joined_are_the_model(name: str, size: int, stages: int, folders:
     with open_checkpoint(folder) as checkpoint, GraphWorld(checkpoint, size, stages, max_seq_len=CONTEXT) as world:
         assert sum(len(stage.caches) for stage in world.ranks[0]) == 2 * checkpoint.config.num_layers
         np.testing.assert_allclose(run(world, reference), reference.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 100])
+def test_a_run_has_few_products_in_memory(tokens: int, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner cuts prompts into runs, so that a long context does not ask for gigabytes; float16, for which graphs are portable."""
+    folder, reference = folders("llama3")
+    monkeypatch.setattr(onnx_runner, "SCORE_BYTES", tokens * 4 * 5 * CONTEXT)
+    config = EngineConfig(
+        model=str(folder), runner="onnxruntime", dtype="float16", kv_cache_tokens=2 * CONTEXT, max_batch_size=2, num_threads=1
+    )
+    runner = load_runner(config, SingleRank(), lambda stage, done, total: None)
+    shapes: list[tuple[int, ...]] = []
+    run = runner._session.run
+
+    def noted(first: int, inputs: Any, output: Any) -> None:
+        shapes.append(inputs["input_ids"].shape)
+        run(first, inputs, output)
+
+    monkeypatch.setattr(runner._session, "run", noted)
+    lengths = np.array([20, 9], np.int32)
+    plan = StepPlan(
+        np.concatenate([reference.tokens[:20], reference.tokens[:9]]),
+        np.zeros(2, np.int32),
+        lengths,
+        np.arange(2, dtype=np.int32),
+        np.array([3, 7, 19, 20, 28], np.int32),
+    )
+    error = np.abs(runner.execute(plan.arrays()) - reference.logits[[3, 7, 19, 0, 8]]).max()
+    assert error < HALF * np.abs(reference.logits).max()
+    assert all(rows * width <= tokens for rows, width in shapes) and sum(rows * width for rows, width in shapes) >= 29
+    runner.close()

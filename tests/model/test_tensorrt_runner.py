@@ -27,6 +27,7 @@ from headrace.engine.runners.tensorrt_runner import TensorRTRunner
 from headrace.errors import HeadraceError, ModelError
 from headrace.params import SamplingParams
 from tests.fake_cuda import cudaError_t
+from tests.fake_tensorrt import RtxEngine
 from tests.family_models import CONTEXT, Folders
 from tests.graph_world import GraphWorld
 from tests.memory_checkpoint import MemoryCheckpoint, random_model, tiny_config
@@ -288,6 +289,35 @@ def test_graphs_are_kept_for_the_windows_used_last(folder: Path, gpus: FakeGpus,
             world.step(sequences.plan({slot: [5] for slot in live}))
         assert sum(graph.alive for graph in gpus.cudart.graphs) == 0, "the last step was the first of its window again"
         assert len(gpus.cudart.graphs) == 2
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_tensorrt_for_rtx(
+    capturable: bool, checkpoint: MemoryCheckpoint, tmp_path: Path, gpus: FakeGpus, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    """A context that is captured compiles kernels for its size at once; one that cannot be captured is run."""
+    write_folder(tmp_path, checkpoint, LIMITS, backend="tensorrt-rtx", capability=None, versions={"tensorrt-rtx": gpus.trt.__version__})
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", gpus.trt)  # type: ignore[arg-type]
+    gpus.trt.engine_class, gpus.trt.capturable = RtxEngine, capturable
+    gpus.capability = (8, 9)
+    (row,) = texts(1, 30)
+    wanted = oracle(row)
+    with RunnerWorld(tmp_path, gpus, **SETTINGS | {"runner": "tensorrt-rtx", "skip_selftest": ("tensorrt-rtx",)}) as world:
+        sequences = Sequences()
+        world.step(sequences.plan({0: row[:20]}))
+        for step in range(20, 27):
+            np.testing.assert_allclose(world.step(sequences.plan({0: row[step : step + 1]}))[0], wanted[step], atol=1e-4)
+    assert [event[1].name for event in gpus.trt.events if event[0] == "settings"] == ["EAGER"]
+    assert gpus.cudart.calls.count("launch") == (5 if capturable else 0)
+
+
+def test_a_device_that_tensorrt_for_rtx_does_not_support(
+    checkpoint: MemoryCheckpoint, tmp_path: Path, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+):
+    write_folder(tmp_path, checkpoint, LIMITS, backend="tensorrt-rtx", capability=None)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", gpus.trt)  # type: ignore[arg-type]
+    message = r"runs on devices of compute capability 8\.0, 8\.6, 8\.9, 12\.0, 12\.1, and this one has 9\.0"
+    refused(tmp_path, gpus, ModelError, message, runner="tensorrt-rtx")
 
 
 def test_a_full_row_is_not_padded(folder: Path, gpus: FakeGpus, oracle: Oracle):

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
-from tests.tiny_runner import EOS, Got, TinyEngine, TinyRowRunner, TinyRunner, TinySlotRunner, alone
+from tests.tiny_runner import EOS, Got, TinyEngine, TinyRowRunner, TinyRunner, TinySlotRunner, TinyStripRunner, alone
 
 #: values that a parameter may have beside not being set
 OPTIONAL: dict[str, list[Any]] = {
@@ -102,7 +102,8 @@ def compare(mine: Got, single: Got) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "first"), [(TinyRunner, 0), (TinyRunner, 20), (TinySlotRunner, 40), (TinyRowRunner, 60), (TinyRowRunner, 80)]
+    ("kind", "first"),
+    [(TinyRunner, 0), (TinyRunner, 20), (TinySlotRunner, 40), (TinyRowRunner, 60), (TinyStripRunner, 80)],
 )
 def test_a_request_gets_what_it_gets_alone(kind: type[TinyRunner], first: int) -> None:
     seen: Counter[str] = Counter()

@@ -18,8 +18,17 @@ from tests.fake_tensorrt import FakeTensorRT
 trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed, or has no wheel for this Python")
 cudart = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed, or has no wheel for this Python")
 
-CLASSES = ("Runtime", "ICudaEngine", "IExecutionContext", "ILogger")
-ENUMS = ("TensorIOMode", "TensorLocation", "DataType", "ExecutionContextAllocationStrategy", "ComputeCapability")
+CLASSES = ("Runtime", "ICudaEngine", "IExecutionContext", "ILogger", "IRuntimeConfig")
+#: stand-ins of classes for what TensorRT for RTX alone has of them
+RTX = {"RtxContext": "IExecutionContext"}
+ENUMS = (
+    "DynamicShapesKernelSpecializationStrategy",
+    "TensorIOMode",
+    "TensorLocation",
+    "DataType",
+    "ExecutionContextAllocationStrategy",
+    "ComputeCapability",
+)
 
 #: what builders, parsers and networks are asked for: class -> method -> names of the arguments
 USED = {
@@ -33,6 +42,7 @@ USED = {
     "IBuilderConfig": {
         "add_optimization_profile": ["profile"],
         "clear_flag": ["flag"],
+        "set_flag": ["flag"],
         "set_compute_capability": ["compute_capability", "index"],
         "create_timing_cache": ["serialized_timing_cache"],
         "set_timing_cache": ["cache", "ignore_mismatch"],
@@ -63,6 +73,7 @@ SETTABLE = {
     "IBuilderConfig": ("progress_monitor", "num_compute_capabilities"),
     "IAttention": ("decomposable", "key_value_lengths"),
     "IExecutionContext": ("name",),
+    "IRuntimeConfig": ("dynamic_shapes_kernel_specialization_strategy",),
 }
 MEMBERS = {
     "LayerType": (
@@ -77,7 +88,7 @@ MEMBERS = {
         "DIST_COLLECTIVE",
     ),
     "CausalMaskKind": ("NONE",),
-    "BuilderFlag": ("TF32",),
+    "BuilderFlag": ("TF32", "REQUIRE_USER_ALLOCATION"),
     "ElementWiseOperation": ("PROD",),
     "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
 }
@@ -103,9 +114,9 @@ def own_methods(kind: type) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [*CLASSES, *RTX])
 def test_classes_have_the_methods_and_arguments_of_tensorrt(name: str):
-    real = getattr(trt, name)
+    real = getattr(trt, RTX.get(name, name))
     methods = own_methods(getattr(fake_tensorrt, name))
     assert methods
     for method, arguments in methods.items():
@@ -117,6 +128,11 @@ def test_properties_are_those_of_tensorrt(name: str):
     for attribute, value in vars(getattr(fake_tensorrt, name)).items():
         if isinstance(value, property):
             assert isinstance(getattr(getattr(trt, name), attribute), property)
+
+
+def test_contexts_are_made_in_either_way():
+    assert {("strategy",), ("runtime_config",)} <= set(map(tuple, signatures(trt.ICudaEngine.create_execution_context)))
+    assert [] in signatures(trt.ICudaEngine.create_runtime_config)
 
 
 def test_the_runtime_is_made_with_a_logger():

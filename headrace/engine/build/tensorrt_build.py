@@ -151,8 +151,11 @@ class PlanBuilder:
         settings = self._builder.create_builder_config()
         # Products of float32 numbers would be made of 10 bits of each otherwise: who wants that has float16.
         settings.clear_flag(trt.BuilderFlag.TF32)
-        if self._basis.backend == "tensorrt-rtx" and self._basis.capabilities:
-            self._set_targets(settings, self._basis.capabilities)
+        if self._basis.backend == "tensorrt-rtx":
+            # Its engines take memory of their own while they run otherwise, which no CUDA graph can.
+            settings.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+            if self._basis.capabilities:
+                self._set_targets(settings, self._basis.capabilities)
         for profile in self._basis.profiles:
             self._add_profile(settings, network, profile)
         cache = self._load_timing_cache(settings, timing_cache)

@@ -50,6 +50,10 @@ Array = npt.NDArray[Any]
 #: of the weights and the KV cache; onnxruntime multiplies no bfloat16 on CPU
 DTYPES: dict[str, EngineDType] = {"auto": "float32", "float32": "float32", "float16": "float16"}
 
+#: Most bytes of products of queries and keys that a run has in one layer: ONNX's attention has those of all tokens with all places of their
+#: rows in memory at once, about twice.
+SCORE_BYTES = 256 << 20
+
 
 class OnnxRunner:
     """Implements ``model_engine.ModelRunner``: each sequence is in a row of its own (``SlotCache``)."""
@@ -74,7 +78,13 @@ class OnnxRunner:
             self.model_config.head_dim,
             dtype,
         )
-        self._rows = RowPlanner(self.limits.num_slots, spec.max_seq_len, beyond=spec.cache_length - spec.max_seq_len)
+        heads = shard.num_kv_heads * shard.group_size
+        self._rows = RowPlanner(
+            self.limits.num_slots,
+            spec.max_seq_len,
+            beyond=spec.cache_length - spec.max_seq_len,
+            max_run_tokens=max(1, SCORE_BYTES // (4 * heads * spec.max_seq_len)) if spec.flavour == "portable" else None,
+        )
         self._session = RankSession(session, spec, self.model_config, self._cache)
         self._widths = [
             stop - start

@@ -7,6 +7,7 @@ given other sizes or addresses, so each size that is captured has one of its own
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from headrace.engine.base import Float32
 from headrace.engine.runners.cuda_runtime import CudaGraph, CudaRuntime, aligned
 from headrace.engine.runners.nccl import NcclCommunicator
 from headrace.engine.runners.tensorrt_plan import DTYPES, TensorRTError, TensorRTPlan
+
+log = logging.getLogger("headrace.engine")
 
 Array = npt.NDArray[Any]
 
@@ -86,8 +89,7 @@ class TensorRTContext:
         self._places: dict[str, _Place] = {}
         self._row = -1
         self._output_shape: tuple[int, ...] = ()
-        trt = plan.trt
-        self._context = plan.engine.create_execution_context(strategy=trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        self._context = plan.create_context(one_size=graph)
         self._need(self._context is not None, "create_execution_context")
         self._context.name = name
         self._context.set_device_memory(buffers.scratch, buffers.scratch_bytes)
@@ -114,7 +116,7 @@ class TensorRTContext:
             self._put_on_stream()
         self._wait()
         output = self._output().view(np.float32).reshape(self._output_shape)
-        if self._captures and self._graph is None:
+        if self._captures and self._graph is None and self._is_capturable():
             # After a run of the same size, in which the context has done all that it does only once. Nothing is run here: what the
             # step has given stays as it is.
             with self._cuda.capture() as graph:
@@ -172,6 +174,15 @@ class TensorRTContext:
         self._cuda.to_device(buffers.inputs, buffers.pinned_inputs[:end])
         self._need(self._context.execute_async_v3(self._cuda.stream), "execute_async_v3")
         self._cuda.to_host(self._output(), buffers.outputs)
+
+    def _is_capturable(self) -> bool:
+        """TensorRT for RTX can be asked; TensorRT has no such networks as are written here that could not be captured."""
+        ask = getattr(self._context, "is_stream_capturable", None)
+        if ask is None or ask(self._cuda.stream):
+            return True
+        self._captures = False
+        log.warning("TensorRT cannot capture %s as a CUDA graph: it is run step by step", self._name)
+        return False
 
     def _wait(self) -> None:
         if self._communicator is None:

@@ -67,6 +67,7 @@ class TensorRTPlan:
 
         Raises ModelError that says what was found and what was wanted.
         """
+        self._backend = backend
         self.trt = trt = load_library(backend)
         if version is not None and version != trt.__version__:
             raise ModelError(f"{path} was built by {trt.__name__} {version}, and {trt.__version__} is installed: only the same one runs it")
@@ -113,6 +114,17 @@ class TensorRTPlan:
     def context_bytes(self) -> int:
         """Memory that a context needs beside its tensors, whichever its profile."""
         return int(self.engine.device_memory_size_v2)
+
+    def create_context(self, *, one_size: bool) -> Any:
+        """An ``IExecutionContext`` that is given its memory; None if TensorRT refuses. ``one_size``: it will see inputs of one size."""
+        strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._backend == "tensorrt" or not one_size:
+            return self.engine.create_execution_context(strategy=strategy)
+        # TensorRT for RTX compiles kernels for a size beside the first runs, and a graph would keep those for any size for ever.
+        settings = self.engine.create_runtime_config()
+        settings.set_execution_context_allocation_strategy(strategy)
+        settings.dynamic_shapes_kernel_specialization_strategy = self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        return self.engine.create_execution_context(runtime_config=settings)
 
     def close(self) -> None:
         """Give it back; its contexts are gone by then."""
