@@ -298,7 +298,7 @@ class Parts:
             name,
             name,
             columns,
-            ((weight.share.value, self.config.hidden_size),),
+            (("hidden", self.config.hidden_size),),
             lambda: self._pad(self._reader.read(full), 1, shard.head_dim) if heads else self._reader.read(full),
             (lambda: self._reader.read(full.bias)) if has_bias and self.spec.rank == 0 else None,
             self._stored(self._reader, full),
