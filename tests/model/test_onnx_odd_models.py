@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,53 @@ def test_an_odd_model_is_computed_alike(name: str) -> None:
         if len(second):
             logits = np.concatenate([logits, world.step([second.tolist()], [len(first)])])
     np.testing.assert_allclose(logits, expected, atol=3e-5 * np.abs(expected).max())
+
+
+def random_changes(rng: random.Random) -> dict[str, Any]:
+    """Of any part that families are made of."""
+    kv_heads, head_dim = rng.choice([1, 2, 3]), 2 * rng.randint(1, 12)
+    return {
+        "family": rng.choice(["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]),
+        "num_kv_heads": kv_heads,
+        "num_heads": kv_heads * rng.choice([1, 2, 3, 5]),
+        "head_dim": head_dim,
+        "rotary_dim": rng.choice([None, 2 * rng.randint(1, head_dim // 2)]),
+        "hidden_size": rng.randint(1, 70),
+        "intermediate_size": rng.choice([7, 33, 64, 96, 128]),
+        "num_layers": rng.randint(1, 4),
+        "vocab_size": rng.randint(8, 300),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "qkv_bias": rng.random() < 0.5,
+        "output_bias": rng.random() < 0.5,
+        "mlp_bias": rng.random() < 0.5,
+        "sliding_window": rng.choice([None, 1, 3, 8, 100]),
+        "window_pattern": rng.choice([(True,), (True, False), (False, True, True)]),
+        "attention_scale": rng.choice([None, 0.3, 1.0]),
+        "attention_softcap": rng.choice([None, None, 3.0]),
+        "final_softcap": rng.choice([None, None, 4.0]),
+        "local_rope_theta": rng.choice([None, 50.0]),
+        "norms_are_complete": rng.random() < 0.3,
+        "rope_scaling": rng.choice([None, RopeScaling(kind="linear", factor=2.0)]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_model_is_computed_alike(seed: int) -> None:
+    """Over any number of ranks and stages, in chunks of any length, beside another row."""
+    rng = random.Random(seed)
+    config = tiny_config(**random_changes(rng))
+    size = rng.randint(1, min(4, config.num_heads, config.intermediate_size))
+    model = random_model(config, seed)
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, 24).astype(np.int32)
+    expected = expected_logits(model, tokens, 32)
+    rows: list[Float32] = []
+    with GraphWorld(model, size, rng.randint(1, config.num_layers), max_seq_len=32, batch=2) as world:
+        start = 0
+        while start < len(tokens):
+            chunk = tokens[start : start + rng.randint(1, 9)].tolist()
+            rows.append(world.step([chunk, [1] * len(chunk)], [start, start])[: len(chunk)])
+            start += len(chunk)
+    np.testing.assert_allclose(np.concatenate(rows), expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_the_longest_sequence_fills_the_cache_to_its_end() -> None:
