@@ -200,6 +200,12 @@ def test_a_context_that_the_model_does_not_have_is_refused() -> None:
         runner_of(random_model(tiny_config()), max_seq_len=129)
 
 
+def test_a_cache_beyond_the_machine_is_refused() -> None:
+    """It takes memory as it fills, but no system promises any amount."""
+    with pytest.raises(ModelError, match=r"^this machine has no [\d.]+ GiB for the KV cache: a smaller kv_cache_tokens takes less$"):
+        runner_of(random_model(tiny_config()), kv_cache_tokens=1 << 46)
+
+
 def test_a_closed_runner_holds_no_weights() -> None:
     runner = runner_of(random_model(tiny_config()))
     runner.close()

@@ -56,8 +56,8 @@ def find_library() -> str:
     """
     packages = importlib.util.find_spec("nvidia")
     for folder in packages.submodule_search_locations or () if packages is not None else ():
-        path = Path(folder, "nccl", "lib", LIBRARY)
-        if path.is_file():
+        # "nccl" in the wheels of CUDA 12; those of CUDA 13 have begun to share a folder.
+        for path in sorted(Path(folder).glob(f"*/lib/{LIBRARY}")):
             return str(path)
     return LIBRARY
 

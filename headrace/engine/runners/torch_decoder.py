@@ -27,6 +27,7 @@ from headrace.engine.runners.torch_attention import AttentionKind, StepIndex
 from headrace.engine.runners.torch_device import TorchDevice
 from headrace.engine.runners.torch_layers import Linear, interleave_rotary, rms_norm, rotary_table, rotate
 from headrace.engine.runners.torch_lora import AdapterRows
+from headrace.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,11 @@ class TorchDecoder:
         self._embedding = device.tensor(embedding, dtype) if embedding is not None and stage.is_first else None
         self._embedding_scale = math.sqrt(model.hidden_size) if family.scaled_embedding else 1.0
         # One zeroed tensor for all layers: it is the bulk of the memory, and takes it only as blocks are first used.
-        self._cache = device.zeros(pool, dtype)
+        try:
+            self._cache = device.zeros(pool, dtype)
+        except MemoryError:
+            gib = math.prod(pool) * dtype.itemsize / (1 << 30)
+            raise ModelError(f"this machine has no {gib:.2f} GiB for the KV cache: a smaller kv_cache_tokens takes less") from None
         self.layers = [self._load_layer(index, cache) for index, cache in zip(stage.layers, self._cache, strict=True)]
         self._final_norm: Tensor | None = None
         self._head: Linear | None = None

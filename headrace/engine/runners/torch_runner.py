@@ -56,6 +56,7 @@ class TorchRunner:
         dtype = dtype_of(config.dtype, device)
         self.versions = {"torch": str(torch.__version__), **device.versions}
         self.dtype = str(dtype).removeprefix("torch.")
+        log.info("rank %d computes on %s, in %s", collectives.rank, device.name, self.dtype)
         place = pipeline.place
         self._tokens_per_block = config.tokens_per_block
         self._dtype = dtype
