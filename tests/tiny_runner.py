@@ -47,6 +47,7 @@ class TinyRunner:
 
     model_name = "tiny"
     dtype = "float32"
+    quantization = "none"
     model_config = tiny_config(VOCAB, eos_token_ids=(EOS,))
 
     def __init__(self, config: EngineConfig) -> None:

@@ -55,6 +55,7 @@ class ModelRunner(Protocol):
         model_name: short name of the model.
         model_config: its hyperparameters.
         dtype: name of the type of weights and KV cache.
+        quantization: type that matrices are stored in beside it; none: none.
         versions: name and version of what computes.
         limits: of its KV cache, which the engine deals out.
         max_loras: most LoRA adapters that one step uses; 0: it runs none.
@@ -63,6 +64,7 @@ class ModelRunner(Protocol):
     model_name: str
     model_config: ModelConfig
     dtype: str
+    quantization: str
     versions: dict[str, str]
     limits: CacheLimits
     max_loras: int
@@ -159,6 +161,7 @@ class ModelEngine:
             model=runner.model_name,
             runner=config.runner,
             dtype=runner.dtype,
+            quantization=runner.quantization,
             vocab_size=model.vocab_size,
             max_seq_len=limits.max_seq_len,
             max_batch_size=limits.max_batch_size,

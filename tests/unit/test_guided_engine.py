@@ -36,6 +36,7 @@ class NoiseRunner:
     model_name = "noise"
     model_config = tiny_config(VOCAB, max_seq_len=512, eos_token_ids=(END,))
     dtype = "float32"
+    quantization = "none"
     versions: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(self, config: EngineConfig) -> None:

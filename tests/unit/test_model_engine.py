@@ -29,6 +29,7 @@ class CountingRunner:
     model_name = "counting"
     model_config = tiny_config(VOCAB, eos_token_ids=(30, 31))
     dtype = "float32"
+    quantization = "none"
 
     def __init__(self, config: EngineConfig) -> None:
         self.limits = cache_limits(config, self.model_config.max_seq_len)

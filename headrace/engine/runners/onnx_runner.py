@@ -65,7 +65,7 @@ class OnnxRunner:
         load = self._load_folder if is_engine_folder(config.model) else self._load_checkpoint
         spec, session = load(config, threads, progress)
         self.dtype: str = spec.dtype
-        self.quantization = spec.quantization
+        self.quantization: str = spec.quantization
         self.max_loras = 0
         self.versions = {"onnxruntime": str(ort.__version__)}
         self._spec = spec

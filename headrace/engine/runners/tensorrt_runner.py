@@ -70,7 +70,7 @@ class TensorRTRunner:
         manifest.check_rank(folder, place.rank)
         self.model_name, self.model_config = manifest.model, manifest.config
         self.dtype: str = manifest.dtype
-        self.quantization = manifest.quantization
+        self.quantization: str = manifest.quantization
         self.max_loras = 0
         asked = msgspec.structs.replace(config, max_batch_size=min(config.max_batch_size, manifest.max_batch_size))
         self.limits = cache_limits(asked, manifest.max_seq_len)._replace(num_slots=asked.max_batch_size)

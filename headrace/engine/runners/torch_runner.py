@@ -55,6 +55,7 @@ class TorchRunner:
         self._device = device = make_device(config.device, collectives, pipeline.group)
         dtype = dtype_of(config.dtype, device)
         self.versions = {"torch": str(torch.__version__), **device.versions}
+        self.quantization = "none"
         self.dtype = str(dtype).removeprefix("torch.")
         log.info("rank %d computes on %s, in %s", collectives.rank, device.name, self.dtype)
         place = pipeline.place
