@@ -31,8 +31,8 @@ PACKAGES: dict[Runner, tuple[str, ...]] = {
 INSTALL: dict[Runner, str] = {
     "torch": 'pip install "headrace[torch]"',
     "onnxruntime": "pip install onnxruntime onnx onnxruntime-extensions",
-    "tensorrt": "pip install tensorrt",
-    "tensorrt-rtx": "pip install tensorrt-rtx",
+    "tensorrt": 'pip install "headrace[tensorrt]"',
+    "tensorrt-rtx": 'pip install "headrace[tensorrt-rtx]"',
 }
 
 

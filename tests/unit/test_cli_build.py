@@ -193,7 +193,7 @@ def test_what_speaks_against_running(tmp_path: Path) -> None:
     assert "bytes of memory, and 1000 are free" in reason
     plans = msgspec.structs.replace(make_folder(tmp_path / "b", backend="tensorrt"), versions={"tensorrt": "11.1"})
     assert obstacles(plans, Here("11.1", ("8.9", "8.9"))) == obstacles(plans, Here("", ("8.9", "8.9"))) == []
-    assert obstacles(plans, Here(None, ("8.9", "8.9"))) == ["tensorrt is not installed: pip install tensorrt"]
+    assert obstacles(plans, Here(None, ("8.9", "8.9"))) == ['tensorrt is not installed: pip install "headrace[tensorrt]"']
     (reason,) = obstacles(plans, Here("11.2", ("8.9", "8.9", "8.9")))
     assert reason.startswith("its plans were built by tensorrt 11.1, and 11.2 is installed: headrace build --model")
     several: EngineManifest = msgspec.structs.replace(plans, capability="8.6, 12.0")

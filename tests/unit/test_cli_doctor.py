@@ -148,7 +148,7 @@ def test_tensorrt_needs_a_gpu(machine):
     assert machine(["torch", "tensorrt"])["tensorrt"].state == "note"
     found = machine(["torch", "tensorrt"], gpus=1, torch_cuda="13.0")
     assert found["tensorrt"] == Finding("tensorrt", "ok", "1.0")
-    assert found["tensorrt-rtx"] == Finding("tensorrt-rtx", "note", "not installed", "pip install tensorrt-rtx")
+    assert found["tensorrt-rtx"] == Finding("tensorrt-rtx", "note", "not installed", 'pip install "headrace[tensorrt-rtx]"')
     assert found["runner"].found == "auto takes torch: on a GPU, by PyTorch for CUDA 13.0"
 
 
