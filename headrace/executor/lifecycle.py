@@ -94,7 +94,7 @@ class RestartPolicy:
     """How often a world that has died is followed by another.
 
     Attributes:
-        attempts: restarts within ``window`` seconds; 0: a death is final.
+        attempts: restarts within ``window`` seconds, or in a row without a world that becomes ready; 0: a death is final.
         window: see ``attempts``.
         backoff: seconds before the first restart of a window; doubles with each further one.
         max_backoff: the most that it grows to.
@@ -295,7 +295,9 @@ class Lifecycle:
         return self._lost(Lost(_too_slow(event)), now)
 
     def _lost_but_may_restart(self, event: Lost, now: float) -> list[Action]:
-        while self._recent and now - self._recent[0] > self._policy.window:
+        # Only a world that has served lets earlier restarts be forgotten. Where none can start any more (its files are gone, say) and each
+        # tries for longer than window / attempts, they would be tried for ever, with everybody's requests held.
+        while self.state in SERVING and self._recent and now - self._recent[0] > self._policy.window:
             self._recent.popleft()
         if event.final or len(self._recent) >= self._policy.attempts:
             return self._lost(event, now)

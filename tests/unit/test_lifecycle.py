@@ -248,6 +248,21 @@ def test_restarts_are_limited_within_the_window_and_forgotten_after_it():
     assert str(lifecycle.error) == "died at 13.0"
 
 
+def test_worlds_that_do_not_start_are_given_up_however_long_each_tries():
+    """Invariant 3: the window is for worlds that have served."""
+    lifecycle = Lifecycle(0.0, START_TIMEOUT, RestartPolicy(attempts=3, window=10.0))
+    lifecycle.handle(Started(), 0.0)
+    now = 1.0
+    lifecycle.handle(Lost(EngineDeadError("died")), now)
+    for attempt in range(3):
+        assert lifecycle.error is None
+        lifecycle.handle(GONE, now)
+        lifecycle.handle(Expired(), now)
+        now += 50.0
+        lifecycle.handle(Lost(EngineDeadError(f"start {attempt} failed")), now)
+    assert lifecycle.state is S.DEAD and str(lifecycle.error) == "start 2 failed" and lifecycle.restarts == 3
+
+
 def test_the_back_off_doubles_up_to_its_limit():
     lifecycle = Lifecycle(0.0, START_TIMEOUT, RestartPolicy(attempts=5000, window=1e9, backoff=0.5, max_backoff=3.0))
     lifecycle.handle(Started(), 0.0)
