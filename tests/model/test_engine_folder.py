@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +30,9 @@ from tests.model.conftest import generate
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
+ROOT = Path(__file__).parents[2]
+#: seconds that anything may take on a busy machine; nothing waits for them to pass
+LONG = 60.0
 TEXTS = ["the quick brown fox", "日本 a", "!"]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -85,6 +95,37 @@ def test_an_engine_gives_the_text_of_its_checkpoint(expected: list[list[int]], f
             assert len(llm.chat(messages, PARAMS, use_tqdm=False).outputs[0].token_ids) == 8
     # Nothing is written where it lies: it may be shared, and read-only.
     assert state(folder) == before
+
+
+def test_the_service_of_a_folder(checkpoint: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """``headrace serve DIR``: clients call the model by its name, and are not told where it lies (A30)."""
+    from headrace.text import load_tokenizer
+
+    folder = tmp_path / "somewhere"
+    build_model(str(checkpoint), BuildOptions(max_batch_size=4), folder)
+    command = [sys.executable, "-m", "headrace", "serve", "somewhere", "--port", "0", "--threads", "1"]
+    lines: list[str] = []
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True) as service:
+        assert service.stderr is not None
+        try:
+            for line in service.stderr:
+                lines.append(line)
+                if (found := re.search(r"headrace: serving tiny on (http://127.0.0.1:\d+) ", line)) is not None:
+                    break
+            else:
+                pytest.fail("".join(lines))
+            with urllib.request.urlopen(f"{found[1]}/v1/models", timeout=LONG) as answer:
+                (model,) = json.load(answer)["data"]
+            assert (model["id"], model["root"], model["max_model_len"]) == ("tiny", "tiny", 128)
+            body = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+            request = urllib.request.Request(f"{found[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=LONG) as answer:
+                (choice,) = json.load(answer)["choices"]
+            assert choice["text"] == load_tokenizer(folder).decode(expected[0])
+            service.send_signal(signal.SIGTERM)
+            assert service.wait(LONG) == 0
+        finally:
+            service.kill()
 
 
 def test_one_rank_without_a_world(checkpoint: Path, expected: list[list[int]], tmp_path: Path) -> None:
