@@ -5,23 +5,31 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headrace.config import EngineConfig
-from headrace.engine.base import SingleRank
-from headrace.engine.runners import nccl, torch_cuda
+from headrace.engine.base import Float32, SingleRank
+from headrace.engine.plan import StepPlan
+from headrace.engine.runners import nccl, torch_cuda, torch_runner
 from headrace.engine.runners.cuda_driver import CudaDriver, CudaError
 from headrace.engine.runners.nccl import NcclError
 from headrace.engine.runners.torch_cuda import CudaDevice
-from headrace.engine.runners.torch_device import TorchDevice, dtype_of, make_device
+from headrace.engine.runners.torch_device import Recorded, TorchDevice, dtype_of, make_device
 from headrace.engine.runners.torch_runner import TorchRunner
 from headrace.errors import ModelError
+from tests.adapters import write_adapter
 from tests.fake_gpu import FakeGpu
 from tests.memory_checkpoint import random_model, tiny_config
+from tests.model.test_decode_graphs import LENGTHS, MODELS, plans
 from tests.threaded import ThreadWorld
 
 STREAM = 0x5500_0000_2000
@@ -204,6 +212,74 @@ def test_a_failed_sum_ends_the_wait(cuda: Cuda, monkeypatch: pytest.MonkeyPatch)
 
         assert world.run(run)[1] == "rank 1 of 2: a sum over ranks failed: remote process exited (6)"
     assert len(cuda.gpu.calls("ncclCommAbort")) == 2 and not cuda.gpu.calls("ncclCommDestroy")
+
+
+class Apart(TorchDispatchMode):
+    """Tensors of two devices in one operator are refused, as a GPU does; but for copies from one to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.device] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        assert len(given) < 2 or function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default), f"{function}: {given}"
+        self.seen |= given
+        return function(*args, **kwargs)
+
+
+class Elsewhere(CudaDevice):
+    """A device that is not the CPU, and computes nothing: every step of the torch runner is about shapes, types and devices alone."""
+
+    device = torch.device("meta")
+
+    def __init__(self, group: Any) -> None:
+        TorchDevice.__init__(self, group)
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def check_memory(self, weights: int, cache: int) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def sum(self, partial: torch.Tensor) -> None:
+        assert partial.device == self.device and partial.dtype is torch.float32 and partial.is_contiguous()
+
+    def fetch(self, tensor: torch.Tensor) -> Float32:
+        assert tensor.device == self.device and tensor.dtype is torch.float32
+        return np.zeros(tensor.shape, np.float32)
+
+    def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
+        return Recorded(lambda: None, function())
+
+
+@pytest.mark.parametrize(("name", "tp"), [("mistral", 1), ("gemma2", 2)])
+def test_no_tensor_of_a_step_is_left_on_the_cpu(name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill, with and without a past, decode, recordings, copies of blocks and adapters."""
+    monkeypatch.setattr(torch_runner, "make_device", lambda wanted, world, group: Elsewhere(group))
+    model = random_model(tiny_config(**MODELS[name]))
+    write_adapter(tmp_path, model, seed=1)
+    config = EngineConfig(model="tiny", kv_cache_tokens=400, tokens_per_block=4, num_threads=1, max_batch_size=6, tensor_parallel_size=tp)
+    whole = plans(steps=4)
+    second = StepPlan(*whole[0].arrays()[:1], whole[0].starts + 4, whole[0].lengths, *plans(tuple(n + 4 for n in LENGTHS))[0].arrays()[3:])
+    copying = replace(whole[1], copies=np.array([5, 90, 2], np.int32))
+    slots = [0, -1, 0, *[-1] * (len(whole[2].lengths) - 3)]
+    with ThreadWorld(tp) as world:
+
+        def run(rank: int) -> set[torch.device]:
+            runner = TorchRunner(config, model, world.ranks[rank], lambda stage, done, total: None)
+            with Apart() as apart:
+                for plan in (*whole, *whole[1:3], second, copying, whole[2].with_adapters(slots, [(0, str(tmp_path))])):
+                    logits = runner.execute(plan.arrays())
+                    assert rank or (logits is not None and logits.shape == (len(plan.samples), 211))
+            assert runner.take_failed_adapters() == {} and runner.dtype == "bfloat16"
+            return apart.seen
+
+        assert all(torch.device("meta") in seen for seen in world.run(run))
 
 
 def test_recordings_share_their_memory_and_end_before_nccl(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
