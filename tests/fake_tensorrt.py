@@ -149,7 +149,7 @@ class Runtime:
 
     def deserialize_cuda_engine(self, serialized_engine: bytes) -> ICudaEngine | None:
         try:
-            plan = json.loads(serialized_engine)
+            plan = json.loads(bytes(serialized_engine))
         except ValueError:
             self.logger.log(ILogger.Severity.ERROR, "Magic tag does not match")
             return None

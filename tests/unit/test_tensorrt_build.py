@@ -38,6 +38,11 @@ def test_a_prefill_of_many_short_chunks_has_a_sample_for_each():
     assert profiles(EngineLimits(max_batch_size=8, max_seq_len=64, chunk=1))[PREFILL].samples == (1, 1, 4)
 
 
+@pytest.mark.parametrize(("chunk", "batch"), [(512, 4), (600, 3), (2048, 1), (4096, 1)])
+def test_long_chunks_are_prefilled_with_fewer_others(chunk: int, batch: int):
+    assert EngineLimits(max_batch_size=8, max_seq_len=8192, chunk=chunk).prefill_batch == batch
+
+
 @pytest.mark.parametrize("shape", [(2, -1), (-1, -1, -1)])
 def test_an_axis_that_no_profile_knows_is_refused(shape: tuple[int, ...]):
     with pytest.raises(ModelError, match="input x has the shape"):

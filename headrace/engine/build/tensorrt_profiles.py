@@ -17,6 +17,8 @@ from headrace.errors import ModelError
 
 #: sequences of one prefill at most: what is padded costs as much as what is not
 MAX_PREFILL_BATCH = 4
+#: tokens of one prefill, where a single chunk has no more: memory is taken for as many sequences with as many tokens as there can be
+MAX_PREFILL_TOKENS = 2048
 #: Logits of a prefill at most. Nearly all want one of each sequence; whoever wants more (logprobs of the prompt) has the step run again for
 #: them. Room for all of a chunk, in a vocabulary of 150,000, would be a gigabyte that is hardly ever used.
 MAX_PREFILL_SAMPLES = 256
@@ -53,7 +55,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def prefill_batch(self) -> int:
         """Sequences of one prefill at most."""
-        return min(self.max_batch_size, MAX_PREFILL_BATCH)
+        return max(1, min(self.max_batch_size, MAX_PREFILL_BATCH, MAX_PREFILL_TOKENS // self.chunk))
 
     @property
     def prefill_samples(self) -> int:

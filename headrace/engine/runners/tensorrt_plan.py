@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,14 @@ class TensorRTPlan:
         _check_capability(trt, path, backend, capability, device)
         self.spec, self.config, self.limits = spec, config, limits
         self.logger = logger_of(trt)
+        self.logger.take_faults()
         self._runtime = trt.Runtime(self.logger)
+        # Mapped: what is on the device in the end need not be in the memory of the host first.
         try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-        self.engine = self._runtime.deserialize_cuda_engine(content)
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                self.engine = self._runtime.deserialize_cuda_engine(content)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
         if self.engine is None:
             raise ModelError(f"{trt.__name__} {trt.__version__} cannot load {path}: {self.logger.take_faults()}")
         self.inputs = [name for name in spec.inputs(config) if not name.startswith("past_")]
