@@ -92,6 +92,11 @@ class RankGraph:
         self._progress = progress
 
     @property
+    def location(self) -> str:
+        """Name of the file of weights that the model refers to."""
+        return next(entry.value for tensor in self.model.graph.initializer for entry in tensor.external_data if entry.key == "location")
+
+    @property
     def nbytes(self) -> int:
         """Of all weights together."""
         return sum(info.nbytes for info in self.weights.values())

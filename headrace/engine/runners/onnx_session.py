@@ -30,11 +30,13 @@ MAX_BINDINGS = 64
 def open_graph(graph: RankGraph, num_threads: int) -> ort.InferenceSession:
     """A session over a graph that is in memory, whose weights are read now. Raises ModelError if onnxruntime refuses it."""
     options = _options(graph.spec, num_threads)
-    names, values = [], []
+    # As the file of weights that it could be: of such a one onnxruntime keeps what it has made of the weights for its products, and these
+    # alone, where single values would stay beside that as long as the session.
+    file = np.empty(max(info.offset + info.nbytes for info in graph.weights.values()), np.uint8)
     for name, array in graph.arrays():
-        names.append(name)
-        values.append(ort.OrtValue.ortvalue_from_numpy(array))
-    options.add_external_initializers(names, values)
+        info = graph.weights[name]
+        file[info.offset : info.offset + info.nbytes] = array.reshape(-1).view(np.uint8)
+    options.add_external_initializers_from_files_in_memory([graph.location], [file], [file.nbytes])
     return _open(graph.model.SerializeToString(), options, "the graph of this model")
 
 
