@@ -94,7 +94,10 @@ class RankGraph:
     @property
     def location(self) -> str:
         """Name of the file of weights that the model refers to."""
-        return next(entry.value for tensor in self.model.graph.initializer for entry in tensor.external_data if entry.key == "location")
+        location: str = next(
+            entry.value for tensor in self.model.graph.initializer for entry in tensor.external_data if entry.key == "location"
+        )
+        return location
 
     @property
     def nbytes(self) -> int:
