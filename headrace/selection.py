@@ -17,7 +17,7 @@ from headrace.config import Device, DType, Quantization, Runner
 from headrace.errors import ModelError
 
 #: On CPU, the first that is installed and can do what was asked for. docs/performance.md has their speeds beside each other.
-CPU_ORDER: tuple[Runner, ...] = ("torch", "onnxruntime")
+CPU_ORDER: tuple[Runner, ...] = ("onnxruntime", "torch")
 
 #: runner -> what it imports
 PACKAGES: dict[Runner, tuple[str, ...]] = {

@@ -72,7 +72,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("adapters")
     loras = {name: LoraRequest(name, write_adapter(folder / name)) for name in ("tuned", "gone")}
     shutil.rmtree(folder / "gone")
-    with LLM("smollm2-135m", num_threads=1, kv_cache_tokens=4096) as llm:
+    # With adapters, as of `headrace serve --lora`: auto takes the runner that runs them.
+    with LLM("smollm2-135m", max_loras=4, num_threads=1, kv_cache_tokens=4096) as llm:
+        assert llm.facts.runner == "torch"
         llm.generate("x", use_tqdm=False)
         made = Site(llm, ServeSettings(api_keys=("secret",), loras=loras))
         made.start()

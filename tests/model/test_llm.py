@@ -46,10 +46,11 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 def test_facts_describe_the_model(llm: LLM) -> None:
     """A8"""
     facts = llm.facts
-    assert (facts.vocab_size, facts.eos_token_ids, facts.dtype, facts.runner) == (49152, (2,), "float32", "torch")
+    assert (facts.vocab_size, facts.eos_token_ids, facts.dtype, facts.runner) == (49152, (2,), "float32", "onnxruntime")
+    assert facts.runner_reason == "it is the first choice on CPU"
     assert facts.max_seq_len == 8192
     assert facts.num_kv_blocks * facts.tokens_per_block == 8192
-    assert {"headrace", "python", "mpi", "torch"} <= facts.versions.keys()
+    assert {"headrace", "python", "mpi", "onnxruntime"} <= facts.versions.keys()
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=NAMES)

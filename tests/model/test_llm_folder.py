@@ -50,7 +50,7 @@ def test_greedy_text_equals_that_of_transformers(folder: Path, tmp_path: Path) -
     adapted(merged, tmp_path / "adapter")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     lora = LoraRequest("mine", tmp_path / "adapter")
-    with LLM(folder, tensor_parallel_size=2, kv_cache_tokens=1024) as llm:
+    with LLM(folder, runner="torch", tensor_parallel_size=2, kv_cache_tokens=1024) as llm:
         assert llm.facts.max_seq_len == 256
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         outputs = llm.generate(TEXTS * 2, params, use_tqdm=False, lora_request=[None] * len(TEXTS) + [lora] * len(TEXTS))
@@ -70,7 +70,7 @@ def test_greedy_text_equals_that_of_transformers(folder: Path, tmp_path: Path) -
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
     """Two ranks. Every connection is there before a test begins."""
-    with LLM(folder, tensor_parallel_size=2, num_threads=1) as llm:
+    with LLM(folder, runner="torch", tensor_parallel_size=2, num_threads=1) as llm:
         llm.executor.ping(60.0)
         with pytest.raises(RequestError):
             llm.stop_profile(60.0)
