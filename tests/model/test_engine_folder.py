@@ -183,6 +183,6 @@ def test_plans_are_built_from_the_graphs_that_lie_beside_them(checkpoint: Path, 
     assert verify(load_manifest(tmp_path), tmp_path) == []
     again = build_model(str(checkpoint), options, tmp_path)
     assert all(file.kept for file in again.files)
-    with pytest.raises(ModelError, match="quantization int4 is for onnxruntime"):
+    with pytest.raises(ModelError, match=r"quantization is int4: that is for backend onnxruntime with dtype float32, not tensorrt-rtx$"):
         build_model(str(checkpoint), BuildOptions(backend="tensorrt-rtx", quantization="int4"), tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -24,5 +24,6 @@ def choose_flavour(
     flavour: Flavour = "serving" if backend == "onnxruntime" and dtype in (None, "float32") else "portable"
     chosen: Quantization = "none" if quantization == "auto" else quantization
     if chosen != "none" and flavour != "serving":
-        raise ModelError(f"quantization is {chosen}: that is for backend onnxruntime with dtype float32, not {backend} with {dtype}")
+        asked = backend if dtype is None else f"{backend} with {dtype}"
+        raise ModelError(f"quantization is {chosen}: that is for backend onnxruntime with dtype float32, not {asked}")
     return flavour, chosen
