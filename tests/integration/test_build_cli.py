@@ -48,6 +48,7 @@ def start(held_at: str, model: Path, folder: Path, *options: str) -> subprocess.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["Ctrl-C", "SIGKILL"])
 def test_a_build_that_is_ended_is_taken_up(number: int, code: int, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "engine"

@@ -56,13 +56,14 @@ print(point)
 
 
 @pytest.mark.kill
+@pytest.mark.timeout(120)
 def test_a_build_that_is_killed_anywhere_is_taken_up_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed with SIGKILL before and after each of its writes: refused until a build ends, which makes what every build makes."""
     model = tmp_path / "tiny.gguf"
     model.write_bytes(gguf_bytes({"general.architecture": "llama", "tokenizer.ggml.model": "gpt2"}))
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # which is for a machine that loses power
     command = [sys.executable, "-c", KILLED, str(model), str(tmp_path)]
-    children = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    children = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert children.returncode == 0, children.stderr
     points = int(children.stdout)
     assert points > 20
