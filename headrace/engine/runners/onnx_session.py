@@ -92,10 +92,26 @@ class _Bound:
         self._session.run_with_iobinding(self._binding)
 
 
+def _check(session: ort.InferenceSession, spec: GraphSpec, config: ModelConfig, cache: KVRows) -> None:
+    values = {value.name: value for value in (*session.get_inputs(), *session.get_outputs())}
+    wanted = {*spec.inputs(config), *spec.outputs(config)}
+    if values.keys() != wanted:
+        odd = [*(f"{name} is missing" for name in wanted - values.keys()), *(f"{name} is strange" for name in values.keys() - wanted)]
+        raise ModelError(f"the graph has other inputs and outputs than this rank's: {', '.join(sorted(odd))}; build the engine again")
+    row = list(cache.buffers.shape[2:])
+    for name in (name for layer in spec.layers(config) for name in (*past(layer), *present(layer))):
+        if values[name].shape[1:] != row:
+            raise ModelError(
+                f"{name} has rows of shape {values[name].shape[1:]} in the graph, and this rank's have {row}; build the engine again"
+            )
+
+
 class RankSession:
     """A graph of one rank over its rows."""
 
     def __init__(self, session: ort.InferenceSession, spec: GraphSpec, config: ModelConfig, cache: KVRows) -> None:
+        """Raises ModelError if the graph is not the one that ``spec`` describes: in a step that would be the end of the world."""
+        _check(session, spec, config, cache)
         self._session = session
         self._cache = cache
         self._layers = spec.layers(config)
