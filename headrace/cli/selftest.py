@@ -29,7 +29,9 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "only where this has passed. The exit code is 1 if anything differs or cannot be run.",
     )
     parser.add_argument("--engine", choices=ENGINES, help="whose computation (default: what --runner auto takes here)")
-    parser.add_argument("--tp", type=positive, metavar="N", help="with 1 to N ranks (default: 2; with TensorRT as many as there are GPUs)")
+    parser.add_argument(
+        "--tp", type=positive, metavar="N", help="with 1 to N ranks (default: 2; where it computes on GPUs, as many as there are)"
+    )
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), action="append", help="may be given several times (default: fp32; with TensorRT fp16 and bf16)"
     )
@@ -42,13 +44,16 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(arguments: argparse.Namespace) -> int:
     """1 when anything has failed."""
-    from headrace.selection import Asked, choose_runner, count_gpus, look
+    from headrace.selection import Asked, choose_runner, look
     from headrace.selftest.model import MODELS
     from headrace.selftest.run import DTYPES as DEFAULTS
     from headrace.selftest.run import self_test
 
-    engine = arguments.engine or choose_runner(Asked(), look()).runner
-    ranks = arguments.tp or (max(1, count_gpus()) if engine in GATED else 2)
+    machine = look()
+    engine = arguments.engine or choose_runner(Asked(), machine).runner
+    # A rank on GPUs has one of them for itself.
+    on_gpus = engine in GATED or (engine == "torch" and machine.torch_cuda is not None and machine.gpus > 0)
+    ranks = arguments.tp or (max(1, machine.gpus) if on_gpus else 2)
     dtypes = [DTYPES[dtype] for dtype in arguments.dtype] if arguments.dtype else DEFAULTS[engine]
 
     def tell(case: Case) -> None:

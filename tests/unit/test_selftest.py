@@ -17,6 +17,7 @@ from headrace.config import EngineFacts
 from headrace.errors import EngineDeadError
 from headrace.outputs import CompletionOutput, RequestOutput
 from headrace.params import SamplingParams
+from headrace.selection import Machine
 from headrace.selftest import checks, run
 from headrace.selftest.checks import LIMITS, relative_difference, run_checks
 from headrace.selftest.model import MODELS, VOCABULARY
@@ -252,3 +253,25 @@ def test_the_command_prints_a_table_and_exits_by_it(fault: str | None, monkeypat
     assert main(["selftest", "--engine", "tensorrt", "--json", "--all", "--dtype", "bf16"]) == (fault is not None)
     assert [case["fault"] for case in json.loads(capsys.readouterr().out)] == [None, fault]
     assert asked[1][0] == ("tensorrt", range(1, 2), ["bfloat16"]) and asked[1][1]["models"] == MODELS
+
+
+@pytest.mark.parametrize(
+    ("engine", "machine", "ranks"),
+    [
+        ("torch", Machine(torch_cuda="13.0", gpus=3), 3),
+        ("torch", Machine(torch_cuda="13.0"), 2),
+        ("torch", Machine(gpus=3), 2),
+        ("onnxruntime", Machine(torch_cuda="13.0", gpus=3), 2),
+        ("tensorrt", Machine(gpus=3), 3),
+        ("tensorrt", Machine(), 1),
+    ],
+)
+def test_ranks_that_compute_on_gpus_are_as_many_as_these(
+    engine: str, machine: Machine, ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    asked: list[range] = []
+    monkeypatch.setattr("headrace.selection.look", lambda: machine)
+    monkeypatch.setattr(run, "self_test", lambda engine, sizes, dtypes, **options: asked.append(sizes) or [])
+    assert main(["selftest", "--engine", engine]) == 0
+    assert asked == [range(1, ranks + 1)]
+    assert "all 0 passed" in capsys.readouterr().out
