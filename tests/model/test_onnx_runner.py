@@ -18,6 +18,7 @@ from headrace.engine.base import Collectives, EngineRequest, Float32, SingleRank
 from headrace.engine.model_engine import ModelEngine, ModelRunner, load_runner
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.onnx_runner import OnnxRunner
+from headrace.engine.runners.onnx_session import check_version
 from headrace.engine.runners.torch_runner import TorchRunner
 from headrace.errors import ModelError
 from headrace.params import SamplingParams
@@ -239,6 +240,13 @@ def test_worlds_of_one_process_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> No
             for logits in leader:
                 np.testing.assert_allclose(logits, expected, atol=1e-4)
             assert follower == [None] * 5
+
+
+def test_a_version_that_is_too_old_is_refused() -> None:
+    check_version("1.32.0")
+    check_version("2.0.0.dev1")
+    with pytest.raises(ModelError, match=r"onnxruntime 1\.31\.2 is too old: graphs need 1\.32 or later: pip install"):
+        check_version("1.31.2")
 
 
 @pytest.mark.parametrize(

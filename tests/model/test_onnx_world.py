@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.engine.model_engine import ModelEngine, load_runner
 from tests.integration.worlds import pids
 from tests.model.conftest import generate
 from tests.tiny_folder import tiny_llama
+from tests.trace_rules import read, spans
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
@@ -116,6 +118,16 @@ def test_a_profile_has_the_steps_of_every_rank(llm: LLM, tmp_path: Path) -> None
     for file in files:
         events = [event for event in json.loads(Path(file).read_text())["traceEvents"] if event["ph"] == "X"]
         assert len(events) == 4 and all(event["dur"] > 0 for event in events)
+
+
+def test_a_trace_shows_the_forward_pass_and_the_sums_in_it(llm: LLM, tmp_path: Path) -> None:
+    """Of every rank: two sums in each of three layers, in every step."""
+    llm.start_trace(tmp_path / "trace.json")
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    trace = read(llm.stop_trace())
+    for rank in ("rank 0", "rank 1"):
+        names = Counter(event["name"] for event in spans(trace, rank))
+        assert (names["forward"], names["all_reduce"], names["gather"]) == (3, 18, 3)
 
 
 def test_an_adapter_is_refused_with_the_name_of_the_runner(llm: LLM, tmp_path: Path) -> None:

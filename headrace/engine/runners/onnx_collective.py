@@ -50,8 +50,8 @@ def collectives_of(collectives: Collectives) -> Iterator[None]:
 
 
 def all_reduce(partial: Float32) -> Float32:
-    """The operator: the sum over the ranks of ``collectives_of``, in an array of its own; NaN outside of it."""
-    total: Float32 = np.array(partial, np.float32, order="C")
+    """The operator: the sum over the ranks of ``collectives_of``; NaN outside of it. ``partial``, nobody else's, may be used for it."""
+    total: Float32 = np.require(partial, np.float32, ["C", "W"])
     collectives = _step.collectives
     if collectives is None:
         # An exception here would end the process, and what is not summed must not pass for a result.

@@ -40,7 +40,7 @@ from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.kv_rows import KVRows
 from headrace.engine.runners.onnx_collective import collectives_of
-from headrace.engine.runners.onnx_session import RankSession, open_file, open_graph
+from headrace.engine.runners.onnx_session import RankSession, check_version, open_file, open_graph
 from headrace.engine.slots import Clear, Copy, RowPlanner, Run, Swap
 from headrace.engine.step_trace import StepTrace
 from headrace.errors import ModelError
@@ -60,6 +60,7 @@ class OnnxRunner:
 
     def __init__(self, config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> None:
         """Load this rank's share. Raises ModelError if the model, its split, its type or its context is not possible."""
+        check_version()
         self._pipeline = Pipeline(config, collectives)
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // collectives.size)
         load = self._load_folder if is_engine_folder(config.model) else self._load_checkpoint

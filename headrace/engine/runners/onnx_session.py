@@ -23,6 +23,9 @@ from headrace.errors import ModelError
 
 Array = npt.NDArray[Any]
 
+#: the first whose attention takes several sequences with a past and several new tokens each
+OLDEST = (1, 32)
+
 #: most bindings that are kept: one for each place and number of rows that a step has run over
 MAX_BINDINGS = 64
 
@@ -43,6 +46,14 @@ def open_graph(graph: RankGraph, num_threads: int) -> ort.InferenceSession:
 def open_file(path: Path, spec: GraphSpec, num_threads: int) -> ort.InferenceSession:
     """A session over the graph in a file. Raises ModelError if onnxruntime refuses it."""
     return _open(str(path), _options(spec, num_threads), str(path))
+
+
+def check_version(version: str = ort.__version__) -> None:
+    """Raise ModelError for a version that lacks operators of the graphs."""
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise ModelError(
+            f"onnxruntime {version} is too old: graphs need {OLDEST[0]}.{OLDEST[1]} or later: pip install --upgrade onnxruntime"
+        )
 
 
 def _options(spec: GraphSpec, num_threads: int) -> ort.SessionOptions:
