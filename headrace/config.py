@@ -63,7 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_batch_size: most requests in one step.
         max_num_tokens: most tokens in one step, prefill and decode together.
         max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.
-        kv_cache_tokens: size of the KV cache in tokens, for all requests together.
+        kv_cache_tokens: size of the KV cache in tokens, for all requests together. TensorRT engines have ``max_batch_size`` times the
+            ``max_seq_len`` that they were built for.
         tokens_per_block: tokens in one KV block.
         num_threads: threads for each rank; None: cores divided by ranks.
         enable_block_reuse: requests take KV blocks that others have filled with the same tokens after the same beginning.

@@ -21,12 +21,14 @@ class CacheLimits(NamedTuple):
         max_seq_len: most tokens of one sequence.
         max_batch_size: most sequences in one step.
         num_slots: rows that hold one sequence each, at least ``max_batch_size``; 0: sequences are in blocks anywhere in the pool.
+        taken: memory for all blocks is taken from the beginning, so that there is nothing to gain from ``kv_cache_tokens``.
     """
 
     num_blocks: int
     max_seq_len: int
     max_batch_size: int
     num_slots: int = 0
+    taken: bool = False
 
 
 def cache_limits(config: EngineConfig, model_max_seq_len: int) -> CacheLimits:

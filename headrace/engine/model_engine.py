@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig, EngineFacts, Runner
 from headrace.engine.adapter_slots import AdapterSlots, without
@@ -136,9 +138,13 @@ def make_engine(config: EngineConfig, runner: ModelRunner, broadcast: Broadcast 
 
 def _limits(config: EngineConfig, held: CacheLimits) -> CacheLimits:
     """What the engine deals out: what its settings say, as far as its runner holds it."""
+    if held.taken:
+        config = msgspec.structs.replace(config, kv_cache_tokens=held.num_blocks * config.tokens_per_block)
     asked = cache_limits(config, held.max_seq_len)
-    return CacheLimits(
-        min(asked.num_blocks, held.num_blocks), asked.max_seq_len, min(asked.max_batch_size, held.max_batch_size), held.num_slots
+    return held._replace(
+        num_blocks=min(asked.num_blocks, held.num_blocks),
+        max_seq_len=asked.max_seq_len,
+        max_batch_size=min(asked.max_batch_size, held.max_batch_size),
     )
 
 

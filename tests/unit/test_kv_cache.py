@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.config import EngineConfig
-from headrace.engine.kv_cache import KVCache, cache_limits
+from headrace.engine.kv_cache import CacheLimits, KVCache, cache_limits
 from headrace.errors import ModelError
 
 
@@ -69,7 +69,7 @@ def _config(kv_cache_tokens: int, max_seq_len: int | None = None) -> EngineConfi
 
 
 def test_limits_of_the_context() -> None:
-    assert cache_limits(_config(32768), 8192) == (1024, 8192, 64, 0)
+    assert cache_limits(_config(32768), 8192) == CacheLimits(num_blocks=1024, max_seq_len=8192, max_batch_size=64)
     assert cache_limits(_config(100), 8192)[:2] == (3, 96), "the pool holds less than the model's context"
     assert cache_limits(_config(32768, 500), 8192)[:2] == (1024, 500)
 

@@ -22,7 +22,7 @@ from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
 from headrace.engine.build.manifest import EngineManifest, load_manifest
 from headrace.engine.build.spec import HIDDEN_IN, INPUT_IDS, POSITION_IDS, SAMPLE_INDICES, WRITE_INDICES, GraphSpec
 from headrace.engine.build.tensorrt_profiles import DECODE, PREFILL, EngineLimits
-from headrace.engine.kv_cache import cache_limits
+from headrace.engine.kv_cache import CacheLimits, cache_limits
 from headrace.engine.models.shard import Shard
 from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan
@@ -72,8 +72,7 @@ class TensorRTRunner:
         self.dtype: str = manifest.dtype
         self.quantization: str = manifest.quantization
         self.max_loras = 0
-        asked = msgspec.structs.replace(config, max_batch_size=min(config.max_batch_size, manifest.max_batch_size))
-        self.limits = cache_limits(asked, manifest.max_seq_len)._replace(num_slots=asked.max_batch_size)
+        self.limits = self._limits(config, manifest)
         self._spec = spec = GraphSpec(
             max_seq_len=manifest.max_seq_len,
             tensor_parallel_size=manifest.tp,
@@ -118,6 +117,17 @@ class TensorRTRunner:
             )
         if manifest.backend != config.runner:
             raise ModelError(f"engine folder {folder} is for {manifest.backend}, not for {config.runner}")
+
+    @staticmethod
+    def _limits(config: EngineConfig, manifest: EngineManifest) -> CacheLimits:
+        """A device has no memory that comes as it is used: all rows are there from the beginning, so the pool is all of them.
+
+        ``kv_cache_tokens`` would only forbid to use what is taken.
+        """
+        rows, size = min(config.max_batch_size, manifest.max_batch_size), config.tokens_per_block
+        tokens = rows * -(-manifest.max_seq_len // size) * size
+        whole = msgspec.structs.replace(config, max_batch_size=rows, kv_cache_tokens=tokens)
+        return cache_limits(whole, manifest.max_seq_len)._replace(num_slots=rows, taken=True)
 
     def _choose_device(self, collectives: Collectives) -> CudaDevice:
         driver = CudaDriver()
