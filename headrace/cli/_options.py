@@ -62,7 +62,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.runner,
         help="who runs the model (default: auto: what fits the machine and the model; headrace doctor tells what and why)",
     )
-    group.add_argument("--device", choices=get_args(Device), default=_DEFAULTS.device, help=f"default: {_DEFAULTS.device}")
+    group.add_argument(
+        "--device",
+        choices=get_args(Device),
+        default=_DEFAULTS.device,
+        help="where PyTorch computes: on the CPU or on GPUs, one for each rank (default: auto: on GPUs where there are any)",
+    )
     group.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="do not record decode steps on GPUs")
     group.add_argument("--dtype", choices=get_args(DType), default=_DEFAULTS.dtype, help=f"default: {_DEFAULTS.dtype}")
     group.add_argument(

@@ -168,6 +168,13 @@ def test_no_nccl_says_what_to_install():
         Nccl("/nowhere/libnccl.so.2")
 
 
+def test_another_library_is_not_taken_for_nccl():
+    with pytest.raises(NcclError, match=r"^libm.so.6 is not NCCL 2.13 or later: .*undefined symbol: ncclGetVersion"):
+        Nccl("libm.so.6")
+    with pytest.raises(CudaError, match=r"^the CUDA driver is too old: .*undefined symbol: cuInit"):
+        CudaDriver("libm.so.6")
+
+
 def test_the_nccl_of_pip_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True)

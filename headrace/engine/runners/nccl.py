@@ -74,8 +74,11 @@ class Nccl:
                 f"there is no NCCL, which several ranks on CUDA devices need: {error}; pip install nvidia-nccl-cu13 (or -cu12, as the "
                 "driver allows)"
             ) from None
-        for name, arguments in _FUNCTIONS.items():
-            getattr(self._library, name).argtypes = arguments
+        try:
+            for name, arguments in _FUNCTIONS.items():
+                getattr(self._library, name).argtypes = arguments
+        except AttributeError as error:
+            raise NcclError(f"{path} is not NCCL 2.13 or later: {error}") from None
         for name in ("ncclGetErrorString", "ncclGetLastError"):
             getattr(self._library, name).restype = ctypes.c_char_p
 
