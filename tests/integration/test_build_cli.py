@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.cli import main
 from headrace.engine.build.manifest import UNFINISHED, load_manifest, verify
 from tests.gguf_writer import LLAMA, byte_tokenizer, gguf_bytes, llama_tensors, llama_weights, write
 
@@ -43,30 +45,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("model") / "tiny.gguf", gguf_bytes({**LLAMA, **tokenizer}, llama_tensors(weights)))
 
 
-def start(held_at: str, model: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HELD, held_at, "build", "--model", str(model), "-o", str(folder), *options]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["Ctrl-C", "SIGKILL"])
-def test_a_build_that_is_ended_is_taken_up(number: int, code: int, model: Path, tmp_path: Path) -> None:
+def test_a_build_that_is_ended_is_taken_up(number: int, code: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "engine"
-    with start("rank1.onnx", model, folder, "--tp", "2") as first:
-        assert first.stdout is not None and first.stdout.readline() == "held\n"
-        # Meanwhile a second one is refused.
-        with start("", model, folder, "--tp", "2") as second:
-            _, told = second.communicate(timeout=50)
-        assert second.returncode == 1
+    command = ["build", "--model", str(model), "-o", str(folder), "--tp", "2", "--json"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HELD, "rank1.onnx", *command], **pipes) as first:
+        assert first.stdout.readline() == "held\n"
+        # Meanwhile a second one, of this process, is refused.
+        assert main(command) == 1
+        told = capsys.readouterr().err
         assert told == f"headrace: error: another build into {folder} is under way: process {first.pid}\n"
         first.send_signal(number)
         _, told = first.communicate(timeout=50)
     assert first.returncode == code
     assert "Traceback" not in told and (number == signal.SIGKILL or told == "headrace: interrupted\n")
     assert (folder / UNFINISHED).exists()
-    with start("", model, folder, "--tp", "2", "--json") as again:
-        out, told = again.communicate(timeout=50)
-    assert again.returncode == 0 and told == ""
+    assert main(command) == 0
+    out, told = capsys.readouterr()
+    assert told == ""
     kept = {file["name"] for file in json.loads(out)["files"] if file["kept"]}
     assert kept == {"rank0.onnx", "rank0.onnx.data"}
     assert verify(load_manifest(folder), folder) == []
