@@ -1,4 +1,4 @@
-"""TensorRT on a GPU: what stand-ins cannot show. Skipped where there is no GPU or no TensorRT; ``pytest -m gpu tests/gpu``.
+"""TensorRT on a GPU: what stand-ins cannot show. HEADRACE_TEST_GPU=1 python -m pytest tests/gpu/test_tensorrt_gpu.py
 
 Sums over several GPUs are for ``headrace selftest --engine tensorrt --tp N``, which starts a process for each, as serving does; the last
 test here runs it.
@@ -24,6 +24,7 @@ from headrace.engine.build.tensorrt_library import load_library
 from headrace.engine.build.tensorrt_profiles import EngineLimits
 from headrace.engine.model_engine import ModelEngine
 from headrace.engine.runners.cuda_driver import CudaDevice, CudaDriver, CudaError
+from headrace.engine.runners.cuda_runtime import CudaRuntime
 from headrace.engine.runners.tensorrt_runner import TensorRTRunner
 from headrace.errors import ModelError
 from headrace.params import SamplingParams
@@ -113,6 +114,31 @@ def engine(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytes
 def texts(count: int, length: int) -> list[list[int]]:
     rows: list[list[int]] = np.random.default_rng(0).integers(0, 211, (count, length)).tolist()
     return rows
+
+
+def test_the_runtime():
+    """Memory, copies, lines and graphs, as the stand-in has them."""
+    if not devices():
+        pytest.skip("there is no CUDA device")
+    cuda = CudaRuntime(0)
+    host, device = cuda.allocate_pinned(1000), cuda.allocate(1000, "a test")
+    host[:] = 7
+    with cuda.capture() as graph:
+        cuda.to_device(device, host)
+        cuda.clear_lines(device, 10, 5, 100)
+        cuda.copy_lines(device + 5, device, 10, 5, 10)
+        cuda.to_host(host, device)
+    assert cuda.drain() and host.sum() == 7000, "what is captured does not run"
+    graph.launch()
+    cuda.synchronize()
+    assert host.sum() == 7 * 5 * 90
+    free, total = cuda.memory()
+    assert 0 < free < total
+    with pytest.raises(CudaError, match=r"has no room for too much: .* MiB wanted, .* MiB free"):
+        cuda.allocate(total + 1, "too much")
+    graph.close()
+    assert cuda.drain()
+    cuda.close()
 
 
 def test_prefill_in_pieces_and_decode_steps_as_graphs(engine: Engine):
