@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,20 @@ def test_a_profile_has_the_steps_of_every_rank(llm: LLM, tmp_path: Path) -> None
     for file in files:
         events = [event for event in json.loads(Path(file).read_text())["traceEvents"] if event["ph"] == "X"]
         assert len(events) == 4 and all(event["dur"] > 0 for event in events)
+
+
+def test_an_idle_world_uses_no_processor_time(llm: LLM) -> None:
+    """A60: no thread of onnxruntime spins. Processor time does not depend on what else the machine does."""
+    llm.generate(PROMPTS[0], SHORT)
+    ranks = [pid for name, pid in pids(llm.executor).items() if name.startswith("rank")]
+
+    def used() -> int:
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in ranks]
+        return sum(int(each[11]) + int(each[12]) for each in fields)
+
+    before = used()
+    time.sleep(1.0)
+    assert used() - before <= 0.1 * os.sysconf("SC_CLK_TCK"), "two ranks, for a second"
 
 
 def test_a_trace_shows_the_forward_pass_and_the_sums_in_it(llm: LLM, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,16 @@ def test_memory_comes_with_the_tokens_and_goes_with_them() -> None:
     rows.clear(5, 10, 8000)
     assert resident() - before < 4 << 20
     assert (rows.buffers[:, 5, :, :10] == 1).all() and not rows.buffers[:, 5, :, 10:8000].any()
+
+
+def test_no_token_takes_a_huge_page() -> None:
+    """Whatever the machine's default is."""
+    rows = rows_of(16, 1000)
+    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    # The kernel may have joined it with one before it that asks for the same.
+    at = rows.buffers.ctypes.data
+    (found,) = [text for text in mappings if int(text.split("-")[0], 16) <= at < int(text.split("-")[1].split(" ")[0], 16)]
+    assert " nh" in found.split("VmFlags:")[1]
 
 
 def test_address_space_that_there_is_not_is_refused_with_the_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -28,6 +29,10 @@ class KVRows:
                 f"{nbytes >> 20} MiB of address space for a KV cache of {num_rows} rows of {max_seq_len} tokens could not be had "
                 f"({error}): lower max_batch_size or max_seq_len"
             ) from None
+        # One token of a head would take two megabytes otherwise, on machines where the kernel deals out huge pages unasked. A kernel that
+        # has none does not know the request.
+        with contextlib.suppress(OSError):
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
         self._bytes: Array = np.frombuffer(self._memory, np.uint8)
         self.buffers: Array = self._bytes.view(dtype).reshape(shape)
 
