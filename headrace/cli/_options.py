@@ -74,7 +74,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=get_args(Quantization),
         default=_DEFAULTS.quantization,
-        help=f"what the projections are stored in (default: {_DEFAULTS.quantization}: as the runner reads them from the file)",
+        help=f"what matrices are stored in, on CPU by onnxruntime (default: {_DEFAULTS.quantization}: none; see docs/engines.md)",
     )
     for option, name, what in (
         ("--max-batch-size", "max_batch_size", "most requests in one step"),
