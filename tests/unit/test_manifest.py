@@ -96,6 +96,12 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         load_manifest(tmp_path)
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(ModelError, match=r"engine\.json is not the manifest of an engine"):
+        load_manifest(tmp_path)
+
+
 def test_a_build_that_has_not_ended(folder: Path) -> None:
     (folder / UNFINISHED).touch()
     with pytest.raises(ModelError, match="is under way, or has not reached its end: run it again"):

@@ -14,6 +14,7 @@ This module is data and checks alone: it builds nothing and runs nothing, so the
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -245,7 +246,8 @@ def read_manifest(folder: Path, *, ended: bool = True) -> EngineManifest:
     if ended and (folder / UNFINISHED).is_file():
         raise ModelError(f"the build of engine folder {folder} is under way, or has not reached its end: run it again")
     try:
-        with path.open("rb") as file:
+        # Not waiting: opening a pipe, which somebody may have put there, would wait for its other end.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             content = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
         raise ModelError(f"{folder} is not an engine folder: it has no {MANIFEST}; headrace build makes one") from error
