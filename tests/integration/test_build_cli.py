@@ -17,11 +17,10 @@ from headrace.cli import main
 from headrace.engine.build.manifest import UNFINISHED, load_manifest, verify
 from tests.gguf_writer import LLAMA, byte_tokenizer, gguf_bytes, llama_tensors, llama_weights, write
 
-pytest.importorskip("onnx", reason="needs onnx")
-
 #: Stops before the file that is named first is in its place, says so, and goes on when its standard input ends.
 HELD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
 from headrace.cli import main
 from headrace.engine.build.folder import BuildFolder
 

@@ -16,14 +16,13 @@ from headrace.cli import inspect as inspection
 from headrace.cli import main
 from headrace.cli._sizes import size, table
 from headrace.compiled import Here, obstacles
+from headrace.engine.build import compiler
 from headrace.engine.build.driver import BuildReport, BuiltFile
 from headrace.engine.build.manifest import MANIFEST, EngineManifest
 from headrace.engine.build.target import BuildOptions
 from headrace.errors import ModelError
 from headrace.selection import INSTALL
 from tests.engine_folders import make_folder
-
-compiler = pytest.importorskip("headrace.engine.build.compiler", reason="needs onnx", exc_type=ModuleNotFoundError)
 
 
 @pytest.fixture
