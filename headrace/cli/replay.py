@@ -13,6 +13,7 @@ import msgspec
 from headrace.cli._options import MPI_CHOICES, add_debug_option, positive
 from headrace.config import EchoConfig, EngineConfig, Runner
 from headrace.errors import RequestError
+from headrace.selection import Asked, choose_runner, look
 
 if TYPE_CHECKING:
     from headrace.executor.launchers.base import Launcher
@@ -93,20 +94,27 @@ def _world(arguments: argparse.Namespace, session: RecordedSession) -> tuple[Eng
     from headrace.executor.launchers.mpi import MpiLauncher, find_mpi
 
     recorded = session.config
-    runner = arguments.runner or recorded.runner
+    runner, reason = arguments.runner or recorded.runner, ""
     model, echo = "echo", recorded.echo
     if runner != "echo":
         if arguments.model is None:
             raise RequestError(f"the recording is of the model {recorded.model}: say by --model where that is here")
         from headrace.checkpoint import resolve_model
+        from headrace.compiled import engine_manifest
 
         model = str(resolve_model(arguments.model).resolve())
+        engine = engine_manifest(model)
+        backend = None if engine is None else engine.backend
+        runner, reason = choose_runner(
+            Asked(runner, recorded.dtype, recorded.quantization, backend=backend, device=recorded.device), look()
+        )
     elif recorded.runner != "echo":
         echo = EchoConfig(vocab_size=session.facts.vocab_size, max_seq_len=session.facts.max_seq_len)
     config = msgspec.structs.replace(
         recorded,
         model=model,
         runner=runner,
+        runner_reason=reason,
         echo=echo,
         tensor_parallel_size=arguments.tp or recorded.tensor_parallel_size,
         pipeline_parallel_size=arguments.pp or recorded.pipeline_parallel_size,

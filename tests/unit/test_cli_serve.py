@@ -8,15 +8,20 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main
-from headrace.cli.serve import add_parser, settings_of
+from headrace.cli.serve import add_parser, serving_arguments, settings_of
+from headrace.selection import Asked, Machine, choose_runner
 from headrace.serve.settings import ServeSettings
 from tests.engine_folders import make_folder
 
 
-def settings(*options: str) -> ServeSettings:
+def parsed(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
-    return settings_of(parser.parse_args(["serve", *options]))
+    return parser.parse_args(["serve", *options])
+
+
+def settings(*options: str) -> ServeSettings:
+    return settings_of(parsed(*options))
 
 
 def names(*options: str) -> tuple[str, ...]:
@@ -60,3 +65,10 @@ def test_profiles_are_taken_only_where_the_operator_says_and_ranks_that_run_else
     monkeypatch.chdir(tmp_path)
     assert settings().profile_dir is None
     assert settings("--profile-dir", "traces").profile_dir == str(tmp_path / "traces")
+
+
+def test_adapters_decide_who_runs_the_model() -> None:
+    machine = Machine(packages=frozenset({"torch", "onnxruntime", "onnx"}))
+    for options, runner in (([], "onnxruntime"), (["--lora", "a=/adapter"], "torch")):
+        asked = serving_arguments(parsed(*options))
+        assert choose_runner(Asked(asked["runner"], max_loras=asked.get("max_loras")), machine).runner == runner

@@ -96,7 +96,9 @@ LAYERS = {
         "headrace.selection",
     },
     # It drives executors of both kinds with what it reads from a file.
-    "headrace.cli.replay": LEAVES | {"headrace", "headrace.cli", "headrace.executor", "headrace.ipc.recording", "headrace.checkpoint"},
+    "headrace.cli.replay": LEAVES
+    | {"headrace", "headrace.cli", "headrace.executor", "headrace.ipc.recording", "headrace.checkpoint"}
+    | {"headrace.compiled", "headrace.selection"},
     # It knows the product from outside: what it compares with shares nothing with the engine.
     "headrace.selftest": LEAVES | {"headrace.llm"},
     "headrace.cli.selftest": LEAVES | {"headrace.cli", "headrace.selftest", "headrace.selection"},
