@@ -32,7 +32,12 @@ def decode_q3_k(raw: Bytes, out: Float32) -> None:
 
 def decode_q4_k(raw: Bytes, out: Float32) -> None:
     """scale, minimum, scales and minima [12], quants [128]: 8 groups of 32."""
-    _affine(out, _planes(raw[:, 16:], width=32, bits=4), *_scales_and_minima(raw))
+    _affine(out, *groups_of_q4_k(raw))
+
+
+def groups_of_q4_k(raw: Bytes) -> tuple[Bytes, Float32, Float32]:
+    """Codes [n, 256] below 16, and of each group of 32 the scale and the minimum [n, 8]: a weight is code * scale - minimum."""
+    return _planes(raw[:, 16:], width=32, bits=4), *_scales_and_minima(raw)
 
 
 def decode_q5_k(raw: Bytes, out: Float32) -> None:

@@ -69,5 +69,5 @@ def test_a_text_is_the_same_alone_and_in_any_batch(runner: OnnxRunner) -> None:
 
 def test_half_precision_is_not_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.engine.runners.onnx_runner.open_checkpoint", lambda path: random_model(MODEL))
-    with pytest.raises(ModelError, match="quantization is int8: .* with dtype float32, not onnxruntime with float16"):
+    with pytest.raises(ModelError, match=r"quantization is int8: .* with dtype float32, not onnxruntime with float16"):
         OnnxRunner(settings(dtype="float16", quantization="int8"), SingleRank(), lambda stage, done, total: None)

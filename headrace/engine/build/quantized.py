@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.checkpoint.base import Blocks
-from headrace.checkpoint.k_quants import NONLINEAR
+from headrace.checkpoint.k_quants import NONLINEAR, groups_of_q4_k
 from headrace.engine.base import Float32
 
 Bytes = npt.NDArray[np.uint8]
@@ -23,7 +23,15 @@ BLOCK = 32
 ROWS = 1024
 
 #: type of GGUF -> (bits, whether its blocks have shifts); those of others have other blocks
-EXACT = {"Q4_0": (4, False), "Q4_1": (4, True), "Q5_0": (8, False), "Q5_1": (8, True), "Q8_0": (8, False), "IQ4_NL": (8, False)}
+EXACT = {
+    "Q4_0": (4, False),
+    "Q4_1": (4, True),
+    "Q4_K": (4, True),
+    "Q5_0": (8, False),
+    "Q5_1": (8, True),
+    "Q8_0": (8, False),
+    "IQ4_NL": (8, False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,11 @@ def from_blocks(parts: list[Blocks], bits: int) -> QuantizedMatrix:
 
 def _from_blocks(part: Blocks) -> QuantizedMatrix:
     raw = part.raw
+    if part.kind == "Q4_K":
+        rows = len(raw)
+        numbers, group_scales, minima = groups_of_q4_k(raw.reshape(-1, raw.shape[-1]))
+        group_scales = group_scales.reshape(rows, -1)
+        return QuantizedMatrix(4, pack(numbers.reshape(rows, -1, BLOCK)), group_scales, 8 * group_scales - minima.reshape(rows, -1))
     scales = _halves(raw, 0)
     match part.kind:
         case "Q4_0":
