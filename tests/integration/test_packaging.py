@@ -69,7 +69,7 @@ def test_the_metadata_say_what_is_needed(wheel):
         metadata = archive.read(name).decode()
     assert "Name: headrace\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
-    assert re.search(r"^Requires-Python: (>=3\.10,<3\.14|<3\.14,>=3\.10)$", metadata, re.MULTILINE)
+    assert re.search(r"^Requires-Python: (>=3\.11,<3\.14|<3\.14,>=3\.11)$", metadata, re.MULTILINE)
     needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", metadata, re.MULTILINE)
     assert set(needed) == {
         "msgspec",
@@ -83,6 +83,9 @@ def test_the_metadata_say_what_is_needed(wheel):
         "tqdm",
         "cloudpickle",
         "aiohttp",
+        "onnxruntime",
+        "onnx",
+        "onnxruntime-extensions",
     }
 
 
