@@ -53,6 +53,7 @@ LONGEST = {
     *("test_cli.py", "test_external.py", "test_lanes_death.py", "test_packaging.py", "test_restart.py", "test_signals.py", "test_start.py"),
     *("test_ending.py", "test_frontends.py", "test_fuzz.py", "test_idle.py", "test_loading.py", "test_openai_client.py"),
     *("test_page_browser.py", "test_sampler.py"),
+    *("test_engine_folder.py", "test_onnx_world.py", "test_pipeline_world.py", "test_selftest.py", "test_tensorrt_selftest.py"),
 }
 
 #: in the order in which pytest sets them up

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import transformers.models.llama.modeling_llama  # takes seconds, of which no test shall have the time limit
 from transformers.utils import logging
 
 from headrace.engine.base import Float32

@@ -268,7 +268,7 @@ def test_what_is_no_json_of_ours(content: bytes, folder: Path) -> None:
         load_manifest(folder)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_change_of_a_manifest_is_anything_but_a_model_error(data: st.DataObject, folder: Path) -> None:
     """Bytes that are cut, changed or put in: each is refused, unless it changes blanks alone."""

@@ -29,7 +29,7 @@ class SlotSchedulerMachine(SchedulerMachine):
 
 
 TestSlotSchedulerMachine = SlotSchedulerMachine.TestCase
-TestSlotSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSlotSchedulerMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 class RowMemory(Memory):
@@ -55,7 +55,7 @@ class SlotReuseMachine(ReuseMachine):
 
 
 TestSlotReuseMachine = SlotReuseMachine.TestCase
-TestSlotReuseMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlotReuseMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 class Told:
