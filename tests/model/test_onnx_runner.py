@@ -1,8 +1,10 @@
-"""The onnxruntime runner in this process: against the torch runner on tiny random models, what it writes and where, and what it leaves."""
+"""The onnxruntime runner in this process: against the torch runner on tiny random models, what it writes and where, and what it leaves.
+
+SmolLM2 by it, in real worlds of one to three ranks, is in test_llm.
+"""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import LLM
 from headrace.config import EngineConfig
 from headrace.engine.base import Collectives, EngineRequest, Float32, SingleRank
 from headrace.engine.model_engine import ModelEngine, ModelRunner, load_runner
@@ -23,7 +24,6 @@ from headrace.engine.runners.torch_runner import TorchRunner
 from headrace.errors import ModelError
 from headrace.params import SamplingParams
 from tests.memory_checkpoint import MemoryCheckpoint, random_model, tiny_config
-from tests.model.conftest import REFERENCE
 from tests.threaded import ThreadWorld
 
 pytestmark = pytest.mark.model
@@ -82,17 +82,6 @@ def run(engine: ModelEngine, requests: dict[int, tuple[list[int], SamplingParams
                     ended[request_id].rows.setdefault(kind, []).append(rows)
     assert engine.stats()["kv_blocks_used"] == 0
     return ended
-
-
-@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
-@pytest.mark.timeout(300)
-def test_greedy_tokens_of_the_reference(ranks: int) -> None:
-    """A46: SmolLM2 through the whole path, prompts of different lengths side by side."""
-    results = json.loads(REFERENCE.read_text())["results"]
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
-    with LLM("smollm2-135m", runner="onnxruntime", tensor_parallel_size=ranks, kv_cache_tokens=1024, max_seq_len=256) as llm:
-        outputs = llm.generate([result["prompt_ids"] for result in results], params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == [result["output_ids_ignore_eos"] for result in results]
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(10, "float32"), (16, "float32"), (10, "float16")])
