@@ -116,6 +116,7 @@ class _Leader:
         self.versions = ranks.leader.versions
         self.limits = ranks.leader.limits
         self.max_loras = ranks.leader.max_loras
+        self.quantization = ranks.leader.quantization
 
     def execute(self, arrays: Any) -> Any:
         results = self._ranks.world.run(lambda rank: self._ranks.runners[rank].execute(arrays))
