@@ -15,7 +15,7 @@ kernels for a single row add up in another order than those for several:
   16, 64, 80, 96, 128 and 256 give the same bits, heads of 192 do not, nor do heads of 256 with a soft cap.
 * MatMulNBits with 4 bits where the batch is a single token. It gets a second one, too.
 
-Attention by the portable operators makes no such promise, and sums over ranks differ between numbers of ranks.
+Attention by the portable operators makes no such promise; the last digits differ between numbers of ranks and of stages.
 
 Shapes: B sequences of S new tokens, H query heads, G KV heads, D head_dim, W = (H + 2 G) D.
 """
