@@ -19,7 +19,8 @@ from headrace.engine.model_engine import ModelEngine, ModelRunner, load_runner
 from headrace.params import SamplingParams
 from headrace.worker.world import MpiWorld
 
-pytestmark = pytest.mark.mpi(min_size=2)
+# The first test waits for models that rank 0 makes beside ranks that wait in MPI, which takes a core each.
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(180)]
 
 #: a window that the prompts exceed, biases, norms of heads, soft caps, two kinds of layers, heads that no number of ranks divides
 NAMES = ["llama", "llama-biases", "mistral", "qwen3", "gemma2", "gemma3"]
