@@ -29,7 +29,7 @@ from typing import get_args
 import msgspec
 
 from headrace.checkpoint.config import ModelConfig
-from headrace.engine.build.manifest import EngineDType, Flavour, Quantization
+from headrace.engine.build.manifest import EngineDType, EngineManifest, EngineRank, Flavour, Quantization
 from headrace.engine.models.shard import Shard
 from headrace.engine.models.stage import Stage
 from headrace.errors import ModelError
@@ -98,6 +98,20 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def cache_length(self) -> int:
         """Tokens that a row of the KV cache has room for: in the serving flavour one more than a sequence has; see ``serving``."""
         return self.max_seq_len + (self.flavour == "serving")
+
+    @classmethod
+    def of(cls, manifest: EngineManifest, share: EngineRank) -> GraphSpec:
+        """That of a rank of an engine folder."""
+        return cls(
+            max_seq_len=manifest.max_seq_len,
+            tensor_parallel_size=manifest.tp,
+            rank=share.place,
+            stages=manifest.pp,
+            stage=share.stage,
+            dtype=manifest.dtype,
+            quantization=manifest.quantization,
+            flavour=manifest.flavour,
+        )
 
     @property
     def is_first(self) -> bool:

@@ -6,8 +6,6 @@ Import this module late: importing it imports onnxruntime.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from headrace.checkpoint import ModelConfig
 from headrace.checkpoint.resolve import is_engine_folder
 from headrace.config import EngineConfig
-from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
+from headrace.engine.base import Collectives, Float32, ProgressHook
 from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.flavours import OPS, choose_flavour
-from headrace.engine.build.manifest import EngineDType, load_manifest
+from headrace.engine.build.manifest import EngineDType
 from headrace.engine.build.spec import (
     HIDDEN_IN,
     INPUT_IDS,
@@ -35,14 +32,12 @@ from headrace.engine.build.spec import (
 )
 from headrace.engine.kv_cache import cache_limits
 from headrace.engine.models import open_checkpoint
-from headrace.engine.models.shard import Shard
-from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.kv_rows import KVRows
 from headrace.engine.runners.onnx_collective import collectives_of
 from headrace.engine.runners.onnx_session import RankSession, check_version, open_file, open_graph
+from headrace.engine.runners.row_runner import RowRunner, open_engine
 from headrace.engine.slots import Clear, Copy, RowPlanner, Run, Swap
-from headrace.engine.step_trace import StepTrace
 from headrace.errors import ModelError
 
 Array = npt.NDArray[Any]
@@ -55,21 +50,18 @@ DTYPES: dict[str, EngineDType] = {"auto": "float32", "float32": "float32", "floa
 SCORE_BYTES = 256 << 20
 
 
-class OnnxRunner:
-    """Implements ``model_engine.ModelRunner``: each sequence is in a row of its own (``SlotCache``)."""
+class OnnxRunner(RowRunner):
+    """Runs a graph over rows of KV buffers, which it updates in place."""
 
     def __init__(self, config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> None:
         """Load this rank's share. Raises ModelError if the model, its split, its type or its context is not possible."""
         check_version()
-        self._pipeline = Pipeline(config, collectives)
+        super().__init__(config, collectives)
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // collectives.size)
         load = self._load_folder if is_engine_folder(config.model) else self._load_checkpoint
         spec, session = load(config, threads, progress)
-        self.dtype: str = spec.dtype
-        self.quantization: str = spec.quantization
-        self.max_loras = 0
+        self.dtype, self.quantization = spec.dtype, spec.quantization
         self.versions = {"onnxruntime": str(ort.__version__)}
-        self._spec = spec
         shard, dtype = spec.shard(self.model_config), np.float16 if spec.dtype == "float16" else np.float32
         self._cache = KVRows(
             len(spec.layers(self.model_config)),
@@ -80,29 +72,21 @@ class OnnxRunner:
             dtype,
         )
         heads = shard.num_kv_heads * shard.group_size
-        self._rows = RowPlanner(
+        rows = RowPlanner(
             self.limits.num_slots,
             spec.max_seq_len,
             beyond=spec.cache_length - spec.max_seq_len,
             max_run_tokens=max(1, SCORE_BYTES // (4 * heads * spec.max_seq_len)) if spec.flavour == "portable" else None,
         )
         self._session = RankSession(session, spec, self.model_config, self._cache)
-        self._widths = [
-            stop - start
-            for start, stop in (
-                Shard.of(self.model_config, rank, spec.tensor_parallel_size).vocabulary for rank in range(spec.tensor_parallel_size)
-            )
-        ]
-        self._steps = 0
-        # While a profile is taken.
-        self._trace: StepTrace | None = None
+        self._begin(spec, rows)
 
     def _load_checkpoint(self, config: EngineConfig, threads: int, progress: ProgressHook) -> tuple[GraphSpec, ort.InferenceSession]:
         if config.dtype not in DTYPES:
             raise ModelError(f"dtype={config.dtype!r}: onnxruntime on CPU runs {' and '.join(sorted(set(DTYPES.values())))}")
         with open_checkpoint(config.model) as checkpoint:
             self.model_name = checkpoint.name
-            self.model_config: ModelConfig = checkpoint.config
+            self.model_config = checkpoint.config
             self.limits = cache_limits(config, checkpoint.config.max_seq_len)._replace(num_slots=config.max_batch_size)
             place = self._pipeline.place
             dtype = DTYPES[config.dtype]
@@ -122,69 +106,32 @@ class OnnxRunner:
 
     def _load_folder(self, config: EngineConfig, threads: int, progress: ProgressHook) -> tuple[GraphSpec, ort.InferenceSession]:
         folder = Path(config.model)
-        manifest, place = load_manifest(folder), self._pipeline.place
-        if (manifest.tp, manifest.pp) != (place.tensor_parallel_size, place.pipeline_parallel_size):
-            raise ModelError(
-                f"engine folder {folder} is for {manifest.tp} x {manifest.pp} ranks (tp x pp), "
-                f"this world has {place.tensor_parallel_size} x {place.pipeline_parallel_size}"
-            )
-        if manifest.backend != "onnxruntime":
-            raise ModelError(f"engine folder {folder} is for {manifest.backend}, not for onnxruntime")
-        rank = manifest.ranks[place.rank]
-        manifest.check_rank(folder, place.rank)
+        manifest, share = open_engine(config, self._pipeline.place)
         self.model_name = manifest.model
         self.model_config = manifest.config
         model = msgspec.structs.replace(config, max_batch_size=min(config.max_batch_size, manifest.max_batch_size))
         self.limits = cache_limits(model, manifest.max_seq_len)._replace(num_slots=model.max_batch_size)
-        spec = GraphSpec(
-            max_seq_len=manifest.max_seq_len,
-            tensor_parallel_size=manifest.tp,
-            rank=rank.place,
-            stages=manifest.pp,
-            stage=rank.stage,
-            dtype=manifest.dtype,
-            quantization=manifest.quantization,
-            flavour=manifest.flavour,
-        )
-        size = sum(file.nbytes for file in rank.files)
+        spec = GraphSpec.of(manifest, share)
+        size = sum(file.nbytes for file in share.files)
         progress("load", 0, size)
-        session = open_file(folder / rank.graph, spec, threads)
+        session = open_file(folder / share.graph, spec, threads)
         progress("load", size, size)
         return spec, session
 
-    def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
-        """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
-        began = time.time_ns()
-        logits = self._execute(StepPlan.from_arrays(arrays))
-        if self._trace is not None:
-            self._trace.add(self._steps, began)
-        self._steps += 1
-        return logits
-
     def _execute(self, plan: StepPlan) -> Float32 | None:
-        pipeline, spec, model = self._pipeline, self._spec, self.model_config
-        x = None if spec.is_first else pipeline.receive(len(plan.tokens), model.hidden_size)
-        rows = len(plan.samples)
-        shape = (rows, self._widths[spec.rank]) if spec.is_last else (len(plan.tokens), model.hidden_size)
-        result: Float32 = np.empty(shape, np.float32)
-        with collectives_of(pipeline.group):
-            for action in self._rows.follow(plan):
-                match action:
-                    case Run():
-                        self._run(action, plan, x, result)
-                    case Copy(source, target, count):
-                        self._cache.copy(source, target, count)
-                    case Clear(row, start, stop):
-                        self._cache.clear(row, start, stop)
-                    case Swap(first, second, first_count, second_count):
-                        self._cache.swap(first, second, first_count, second_count)
-        if not spec.is_last:
-            pipeline.send(result)
-        logits = pipeline.group.gather_columns(result, self._widths) if spec.is_last and rows else None
-        return pipeline.bring_logits(logits, rows, model.vocab_size)
+        with collectives_of(self._pipeline.group):
+            return super()._execute(plan)
+
+    def _move(self, action: Copy | Clear | Swap) -> None:
+        match action:
+            case Copy(source, target, count):
+                self._cache.copy(source, target, count)
+            case Clear(row, start, stop):
+                self._cache.clear(row, start, stop)
+            case Swap(first, second, first_count, second_count):
+                self._cache.swap(first, second, first_count, second_count)
 
     def _run(self, run: Run, plan: StepPlan, x: Float32 | None, result: Float32) -> None:
-        """One run of the graph. ``x``: [T, hidden] of the stage before. ``result``: logits of the plan's rows, or [T, hidden]."""
         inputs: dict[str, Array] = {POSITION_IDS: run.positions}
         if x is None:
             inputs[INPUT_IDS] = plan.tokens[run.index].astype(np.int64)
@@ -211,20 +158,6 @@ class OnnxRunner:
             logits: Float32 = np.empty((len(rows), result.shape[1]), np.float32)
             self._session.run(run.first, inputs, logits)
             result[rows] = logits
-
-    def take_failed_adapters(self) -> dict[int, str]:
-        """It runs none."""
-        return {}
-
-    def start_profile(self) -> None:
-        """See ``base.Runner``: begin and end of each step."""
-        self._trace = StepTrace(self._pipeline.world.rank)
-
-    def stop_profile(self, path: str | None) -> None:
-        """See ``base.Runner``."""
-        trace, self._trace = self._trace, None
-        if trace is not None and path is not None:
-            trace.write(path)
 
     def close(self) -> None:
         """Drop weights and cache. May be called again."""

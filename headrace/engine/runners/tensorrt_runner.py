@@ -6,9 +6,7 @@ Not verified on a GPU; see docs/engines.md for what is. Nothing of TensorRT or C
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +16,21 @@ import numpy.typing as npt
 
 from headrace.checkpoint.resolve import is_engine_folder
 from headrace.config import EngineConfig
-from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
-from headrace.engine.build.manifest import EngineManifest, load_manifest
+from headrace.engine.base import Collectives, Float32, ProgressHook
+from headrace.engine.build.manifest import EngineManifest
 from headrace.engine.build.spec import HIDDEN_IN, INPUT_IDS, POSITION_IDS, SAMPLE_INDICES, WRITE_INDICES, GraphSpec
 from headrace.engine.build.tensorrt_profiles import DECODE, PREFILL, EngineLimits
 from headrace.engine.kv_cache import CacheLimits, cache_limits
-from headrace.engine.models.shard import Shard
-from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.cuda_driver import CudaDevice, CudaDriver, CudaError, choose_device
 from headrace.engine.runners.cuda_runtime import CudaRuntime, aligned
 from headrace.engine.runners.nccl import NcclCommunicator
+from headrace.engine.runners.row_runner import RowRunner, open_engine
 from headrace.engine.runners.tensorrt_context import Buffers, TensorRTContext
 from headrace.engine.runners.tensorrt_plan import TensorRTPlan
 from headrace.engine.runners.tensorrt_rows import DeviceRows
 from headrace.engine.runners.tensorrt_steps import Piece, RowEnds, Window, decode_piece, prefill_pieces, window_of
 from headrace.engine.slots import Clear, Copy, RowPlanner, Run, Swap
-from headrace.engine.step_trace import StepTrace
 from headrace.errors import ModelError
 from headrace.tested import Subject, driver_version, require_tested
 from headrace.tracing.hooks import Point
@@ -47,12 +43,8 @@ Array = npt.NDArray[Any]
 MAX_GRAPHS = 32
 
 
-class TensorRTRunner:
-    """Implements ``model_engine.ModelRunner``: each sequence is in a row of its own (``SlotCache``).
-
-    Attributes:
-        model_name, model_config, dtype, quantization, versions, limits, max_loras: see ``ModelRunner``.
-    """
+class TensorRTRunner(RowRunner):
+    """Runs a plan over rows of KV on a device, which it updates in place."""
 
     def __init__(self, config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> None:
         """Load this rank's plan. Every rank makes one at the same time.
@@ -62,25 +54,13 @@ class TensorRTRunner:
         folder = Path(config.model)
         if not is_engine_folder(folder):
             raise ModelError(f"runner {config.runner!r} runs engine folders, and {folder} is none: build one with headrace build")
-        manifest = load_manifest(folder)
-        self._pipeline = Pipeline(config, collectives)
-        self._check(manifest, folder, config)
-        place = self._pipeline.place
-        share = manifest.ranks[place.rank]
-        manifest.check_rank(folder, place.rank)
+        super().__init__(config, collectives)
+        manifest, share = open_engine(config, self._pipeline.place)
         self.model_name, self.model_config = manifest.model, manifest.config
-        self.dtype: str = manifest.dtype
-        self.quantization: str = manifest.quantization
-        self.max_loras = 0
+        self.dtype, self.quantization = manifest.dtype, manifest.quantization
         self.limits = self._limits(config, manifest)
-        self._spec = spec = GraphSpec(
-            max_seq_len=manifest.max_seq_len,
-            tensor_parallel_size=manifest.tp,
-            rank=share.place,
-            stages=manifest.pp,
-            stage=share.stage,
-            dtype=manifest.dtype,
-        )
+        spec = GraphSpec.of(manifest, share)
+        self._begin(spec, RowPlanner(self.limits.num_slots, spec.max_seq_len))
         self._bounds = EngineLimits(max_batch_size=manifest.max_batch_size, max_seq_len=manifest.max_seq_len, chunk=manifest.chunk)
         size = sum(file.nbytes for file in share.files)
         progress("load", 0, size)
@@ -99,24 +79,7 @@ class TensorRTRunner:
             self.close()
             raise
         progress("load", size, size)
-        self._rows = RowPlanner(self.limits.num_slots, spec.max_seq_len)
         self._ends = RowEnds(self.limits.num_slots, spec.max_seq_len)
-        self._widths = [
-            stop - start for start, stop in (Shard.of(self.model_config, rank, manifest.tp).vocabulary for rank in range(manifest.tp))
-        ]
-        self._steps = 0
-        # While a profile is taken.
-        self._trace: StepTrace | None = None
-
-    def _check(self, manifest: EngineManifest, folder: Path, config: EngineConfig) -> None:
-        place = self._pipeline.place
-        if (manifest.tp, manifest.pp) != (place.tensor_parallel_size, place.pipeline_parallel_size):
-            raise ModelError(
-                f"engine folder {folder} is for {manifest.tp} x {manifest.pp} ranks (tp x pp), "
-                f"this world has {place.tensor_parallel_size} x {place.pipeline_parallel_size}"
-            )
-        if manifest.backend != config.runner:
-            raise ModelError(f"engine folder {folder} is for {manifest.backend}, not for {config.runner}")
 
     @staticmethod
     def _limits(config: EngineConfig, manifest: EngineManifest) -> CacheLimits:
@@ -188,39 +151,17 @@ class TensorRTRunner:
         start, stop = spec.shard(self.model_config).vocabulary
         return inputs, 4 * samples * (stop - start) if spec.is_last else 4 * hidden * tokens
 
-    def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
-        """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
-        began = time.time_ns()
-        logits = self._execute(StepPlan.from_arrays(arrays))
-        if self._trace is not None:
-            self._trace.add(self._steps, began)
-        self._steps += 1
-        return logits
-
-    def _execute(self, plan: StepPlan) -> Float32 | None:
-        pipeline, spec, model = self._pipeline, self._spec, self.model_config
-        x = None if spec.is_first else pipeline.receive(len(plan.tokens), model.hidden_size)
-        rows = len(plan.samples)
-        shape = (rows, self._widths[spec.rank]) if spec.is_last else (len(plan.tokens), model.hidden_size)
-        result: Float32 = np.empty(shape, np.float32)
-        for action in self._rows.follow(plan):
-            match action:
-                case Run():
-                    self._run(action, plan, x, result)
-                case Copy(source, target, count):
-                    self._device_rows.copy(source, target, count)
-                    self._ends.copy(target, count)
-                case Clear(row, start, _):
-                    self._device_rows.clear(row, start, self._ends.clear(row, start))
-                case Swap(first, second):
-                    self._device_rows.swap(first, second, self._ends.swap(first, second))
-        if not spec.is_last:
-            pipeline.send(result)
-        logits = pipeline.group.gather_columns(result, self._widths) if spec.is_last and rows else None
-        return pipeline.bring_logits(logits, rows, model.vocab_size)
+    def _move(self, action: Copy | Clear | Swap) -> None:
+        match action:
+            case Copy(source, target, count):
+                self._device_rows.copy(source, target, count)
+                self._ends.copy(target, count)
+            case Clear(row, start, _):
+                self._device_rows.clear(row, start, self._ends.clear(row, start))
+            case Swap(first, second):
+                self._device_rows.swap(first, second, self._ends.swap(first, second))
 
     def _run(self, run: Run, plan: StepPlan, x: Float32 | None, result: Float32) -> None:
-        """``x``: [T, hidden] of the stage before. ``result``: logits of the plan's rows, or [T, hidden] for the stage behind."""
         if run.index.shape[1] == 1:
             context, piece = self._decode_context(run)
             self._run_piece(context, piece, plan, x, result)
@@ -273,26 +214,20 @@ class TensorRTRunner:
             hidden = context.run(inputs, piece.first)
             result[index[piece.inside]] = hidden[piece.inside]
 
-    def take_failed_adapters(self) -> dict[int, str]:
-        """It runs none."""
-        return {}
-
     def trace_points(self) -> list[Point]:
         """What of a step can be watched, beside the whole."""
         return [Point(self, "_run", "run"), Point(self._device_rows, "swap", "swap rows"), Point(self._device_rows, "copy", "copy rows")]
 
     def start_profile(self) -> None:
         """See ``base.Runner``: begin and end of each step; and what Nsight Systems records, if it waits for ``cudaProfilerStart``."""
-        self._trace = StepTrace(self._pipeline.world.rank)
+        super().start_profile()
         self._cuda.start_profiler()
 
     def stop_profile(self, path: str | None) -> None:
         """See ``base.Runner``."""
-        trace, self._trace = self._trace, None
-        if trace is not None:
+        if self._trace is not None:
             self._cuda.stop_profiler()
-            if path is not None:
-                trace.write(path)
+        super().stop_profile(path)
 
     def close(self) -> None:
         """Drop contexts, then the communicator that they have, plan and memory. May be called again.
