@@ -168,7 +168,6 @@ def test_tokens_of_two_stages(smollm2_path: str, reference: Results) -> None:
 
 
 def test_more_ranks_than_heads_are_refused(smollm2_path: str) -> None:
+    config = EngineConfig(model=smollm2_path, runner="torch", tensor_parallel_size=10)
     with ThreadWorld(10) as world, pytest.raises(ModelError, match="10 ranks cannot share a model of 9 attention heads"):
-        load_runner(
-            EngineConfig(model=smollm2_path, runner="torch", tensor_parallel_size=10), world.ranks[0], lambda stage, done, total: None
-        )
+        world.run(lambda rank: load_runner(config, world.ranks[rank], lambda stage, done, total: None))
