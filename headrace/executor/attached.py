@@ -82,8 +82,10 @@ class OwnerMonitor(WorldMonitor):
         self._answered, self._answer_by = True, None
 
     def lose(self, error: EngineDeadError, final: bool) -> None:
-        """The world is lost to us. The first cause stays, but a later word may be the final one."""
-        if self._error is None or (final and not self._told):
+        """The world is lost to us. The first cause stays, but a later word may be the final one: of a world that is dead for good the owner
+        also tells, soon after, that it was closed, which is not why.
+        """
+        if self._error is None or (final and not self._final and not self._told):
             self._error, self._final = error, final
         self._gone = True
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.errors import EngineDeadError
 from headrace.executor.attached import ANSWER_PATIENCE, OwnerMonitor
 
 
@@ -39,3 +40,12 @@ def test_a_lane_that_is_served_is_kept_whichever_word_of_it_came_first(monitor: 
         monitor.answered()
     assert monitor.deadline is None
     assert monitor.loss(10.0 + 2 * ANSWER_PATIENCE, starting=False) is None and not monitor.gone
+
+
+@pytest.mark.parametrize(("first", "second", "told"), [(True, True, "died"), (False, True, "closed"), (False, False, "died")])
+def test_a_final_word_is_the_last_one(monitor: OwnerMonitor, first: bool, second: bool, told: str) -> None:
+    """A23: the owner closes what is dead, and may say so before anybody has looked at how it died."""
+    monitor.lose(EngineDeadError("died"), first)
+    monitor.lose(EngineDeadError("closed"), second)
+    loss = monitor.loss(1.0, starting=False)
+    assert loss is not None and str(loss) == told and monitor.final == (first or second)
