@@ -122,7 +122,7 @@ def test_a_profile_has_the_steps_of_every_rank(llm: LLM, tmp_path: Path) -> None
 
 
 def test_an_idle_world_uses_no_processor_time(llm: LLM) -> None:
-    """A60: no thread of onnxruntime spins. Processor time does not depend on what else the machine does."""
+    """A60: no thread of onnxruntime spins between steps. Processor time does not depend on what else the machine does."""
     llm.generate(PROMPTS[0], SHORT)
     ranks = [pid for name, pid in pids(llm.executor).items() if name.startswith("rank")]
 

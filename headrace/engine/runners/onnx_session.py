@@ -26,6 +26,9 @@ Array = npt.NDArray[Any]
 #: the first whose attention takes several sequences with a past and several new tokens each
 OLDEST = (1, 32)
 
+#: microseconds that a thread looks for the next piece of a step before it sleeps
+SPIN = 50
+
 #: most bindings that are kept: one for each place and number of rows that a step has run over
 MAX_BINDINGS = 64
 
@@ -60,9 +63,12 @@ def _options(spec: GraphSpec, num_threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
-    # A thread that spins for its next piece of work has the core of the one that it waits for, where anybody else needs cores too, and an
-    # idle world would never be idle.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Between two pieces of a step a thread looks for the next one a moment before it sleeps: to be woken takes longer than many a piece.
+    # Between steps it sleeps at once, so an idle world is idle; and it never looks for long, or it would have the core of the one that it
+    # waits for where others need the cores too. docs/performance.md has what that costs and brings.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN))
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     # Warnings tell of nodes that were merged and weights that were not needed.
     options.log_severity_level = 3
