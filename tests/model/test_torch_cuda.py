@@ -22,8 +22,8 @@ from headrace.engine.plan import StepPlan
 from headrace.engine.runners import nccl, torch_cuda, torch_runner
 from headrace.engine.runners.cuda_driver import CudaDriver, CudaError
 from headrace.engine.runners.nccl import NcclError
-from headrace.engine.runners.torch_cuda import CudaDevice
-from headrace.engine.runners.torch_device import Recorded, TorchDevice, dtype_of, make_device
+from headrace.engine.runners.torch_cuda import CudaDevice, make_device
+from headrace.engine.runners.torch_device import Recorded, TorchDevice, dtype_of
 from headrace.engine.runners.torch_runner import TorchRunner
 from headrace.errors import ModelError
 from tests.adapters import write_adapter

@@ -1,4 +1,4 @@
-"""The torch runner's CUDA device: memory, sums by NCCL, CUDA graphs. Imported late: where it is not used, CUDA is not touched."""
+"""The torch runner's CUDA device: memory, sums by NCCL, CUDA graphs; and which device a rank takes. No CUDA is touched by importing it."""
 
 from __future__ import annotations
 
@@ -124,3 +124,17 @@ class CudaDevice(TorchDevice):
 
 def _size(number: int) -> str:
     return f"{number / (1 << 30):.2f} GiB"
+
+
+def make_device(wanted: str, world: Collectives, group: Collectives) -> TorchDevice:
+    """This rank's device. Every rank calls it at the same time. ``wanted``: "cpu", "cuda", or "auto": CUDA where every rank has a device.
+
+    ``group``: the ranks of ``world`` that share every layer. Raises ModelError, CudaError or NcclError.
+    """
+    if wanted == "cpu":
+        return TorchDevice(group)
+    # Not by one rank alone: they compute the same, and sum with one another.
+    having = [bool(answer) for answer in world.gather_bytes(b"1" if torch.cuda.is_available() else b"")]
+    if wanted == "auto" and not all(having):
+        return TorchDevice(group)
+    return CudaDevice(world, group)

@@ -97,19 +97,3 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def dtype_of(wanted: DType, device: TorchDevice) -> torch.dtype:
     """The type of weights and KV cache."""
     return device.automatic_dtype if wanted == "auto" else DTYPES[wanted]
-
-
-def make_device(wanted: str, world: Collectives, group: Collectives) -> TorchDevice:
-    """This rank's device. Every rank calls it at the same time. ``wanted``: "cpu", "cuda", or "auto": CUDA where every rank has a device.
-
-    ``group``: the ranks of ``world`` that share every layer. Raises ModelError, CudaError or NcclError.
-    """
-    if wanted == "cpu":
-        return TorchDevice(group)
-    # Not by one rank alone: they compute the same, and sum with one another.
-    having = [bool(answer) for answer in world.gather_bytes(b"1" if torch.cuda.is_available() else b"")]
-    if wanted == "auto" and not all(having):
-        return TorchDevice(group)
-    from headrace.engine.runners.torch_cuda import CudaDevice
-
-    return CudaDevice(world, group)

@@ -22,8 +22,9 @@ from headrace.engine.models.stage import Stage
 from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan, decode_loads
 from headrace.engine.runners.torch_attention import StepIndex
+from headrace.engine.runners.torch_cuda import make_device
 from headrace.engine.runners.torch_decoder import TorchDecoder
-from headrace.engine.runners.torch_device import dtype_of, make_device
+from headrace.engine.runners.torch_device import dtype_of
 from headrace.engine.runners.torch_graphs import DecodeGraphs
 from headrace.engine.runners.torch_lora import TorchAdapter, adapter_rows
 from headrace.engine.runners.torch_profile import TorchProfile
