@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from hypothesis import settings
 
@@ -11,10 +9,10 @@ from headrace.engine.cache import NO_MATCH
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.prefix import Entry
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Chunk, Sequence
+from headrace.engine.sequence import Chunk
 from headrace.engine.slot_cache import SlotCache
 from tests.unit.test_scheduler_model import SchedulerMachine
-from tests.unit.test_scheduler_reuse import Memory, ReuseMachine
+from tests.unit.test_scheduler_reuse import Memory, ReuseMachine, Rig
 
 
 class SlotSchedulerMachine(SchedulerMachine):
@@ -76,8 +74,8 @@ class Told:
             self.found.remove(name)
 
 
-class Rig:
-    """A scheduler over slots, whose every sampled token is 7, and a memory that checks each step."""
+class SlotRig(Rig):
+    """The same over slots: a scheduler whose every sampled token is 7, and a memory that checks each step."""
 
     def __init__(self, *, slots: int = 4, blocks: int = 100, block: int = 4, tokens: int = 64, reuse: bool = True) -> None:
         self.told = Told()
@@ -86,26 +84,13 @@ class Rig:
         self.memory = RowMemory(self.cache, 64)
         self.salts: dict[int, str | None] = {}
 
-    def submit(self, request_id: int, tokens: list[int] | range, *, salt: str | None = None, **more: object) -> Sequence:
-        self.salts[request_id] = salt
-        return self.scheduler.submit(request_id, array("i", tokens), 0.5, salt=salt, **more)  # type: ignore[arg-type]
-
-    def step(self) -> list[tuple[int, int, int]]:
-        chunks = self.scheduler.schedule()
-        self.memory.run(chunks, self.salts)
-        for chunk in chunks:
-            if chunk.samples:
-                self.scheduler.append(chunk.sequence, 7)
-        self.scheduler.check()
-        return [(chunk.sequence.request_id, chunk.start, chunk.length) for chunk in chunks]
-
     def slot(self, request_id: int) -> int:
         return self.cache.table(request_id)[0]
 
 
 def test_a_row_that_nobody_uses_is_taken_over_in_place() -> None:
     """A44: nothing is copied, and what follows the common beginning is lost only if nobody else would lose less."""
-    rig = Rig()
+    rig = SlotRig()
     rig.submit(1, range(10))
     rig.step()
     row = rig.slot(1)
@@ -119,7 +104,7 @@ def test_a_row_that_nobody_uses_is_taken_over_in_place() -> None:
 
 def test_a_row_that_is_used_is_copied() -> None:
     """A44: and its owner goes on undisturbed."""
-    rig = Rig()
+    rig = SlotRig()
     rig.submit(1, range(10))
     rig.step()
     rig.submit(2, [*range(6), 50, 51])
@@ -130,7 +115,7 @@ def test_a_row_that_is_used_is_copied() -> None:
 @pytest.mark.parametrize(("salt", "start"), [(None, 8), ("other", 0), ("None", 0), ("", 0)])
 def test_rows_of_another_salt_are_not_found(salt: str | None, start: int) -> None:
     """A44."""
-    rig = Rig()
+    rig = SlotRig()
     rig.submit(1, range(9))
     rig.step()
     rig.scheduler.end(1)
@@ -140,7 +125,7 @@ def test_rows_of_another_salt_are_not_found(salt: str | None, start: int) -> Non
 
 def test_a_burst_waits_for_the_beginning_that_one_of_it_computes() -> None:
     """A39, A44: n choices of one prompt compute it once; the others come a step later, with copies."""
-    rig = Rig()
+    rig = SlotRig()
     for request_id in range(4):
         rig.submit(request_id, range(20))
     assert rig.step() == [(0, 0, 20)]
@@ -150,7 +135,7 @@ def test_a_burst_waits_for_the_beginning_that_one_of_it_computes() -> None:
 
 def test_the_rows_that_were_given_back_first_lose_their_last_blocks_first() -> None:
     """A45: memory goes with them."""
-    rig = Rig(slots=4, blocks=6)
+    rig = SlotRig(slots=4, blocks=6)
     for request_id in (1, 2):
         rig.submit(request_id, range(100 * request_id, 100 * request_id + 8))
         rig.step()
@@ -166,7 +151,7 @@ def test_the_rows_that_were_given_back_first_lose_their_last_blocks_first() -> N
 
 def test_least_is_lost() -> None:
     """A long row is copied rather than cut, as long as there is room; where there is none, the oldest goes."""
-    rig = Rig(slots=2, blocks=8)
+    rig = SlotRig(slots=2, blocks=8)
     rig.submit(1, range(20))
     rig.step()
     rig.scheduler.end(1)
@@ -180,7 +165,7 @@ def test_least_is_lost() -> None:
 
 def test_events_tell_what_can_be_found() -> None:
     """A44: a name is stored when the first row has it and removed when the last one loses it."""
-    rig = Rig()
+    rig = SlotRig()
     first = rig.submit(1, range(9))
     rig.step()
     names = [first.chain.name(index) for index in range(2)] if first.chain is not None else []
@@ -197,7 +182,7 @@ def test_events_tell_what_can_be_found() -> None:
 
 def test_what_is_of_no_use_is_cleared_before_others_come() -> None:
     """A NaN behind the end of a row would spoil whoever has it next, for attention takes 0 times NaN along."""
-    rig = Rig()
+    rig = SlotRig()
     rig.submit(1, range(9))
     rig.step()
     row = rig.slot(1)
