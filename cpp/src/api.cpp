@@ -1,0 +1,24 @@
+#include "api.h"
+
+#include <string>
+
+#include "kernels.h"
+
+namespace headrace {
+thread_local std::string last_error;
+}  // namespace headrace
+
+int32_t headrace_abi() { return 1; }
+
+const char* headrace_instruction_sets() {
+  static const std::string names = [] {
+    std::string joined;
+    int64_t count = 0;
+    const headrace::Kernels* const* list = headrace::available_kernels(&count);
+    for (int64_t i = 0; i < count; ++i) joined.append(i ? "," : "").append(list[i]->name);
+    return joined;
+  }();
+  return names.c_str();
+}
+
+const char* headrace_error() { return headrace::last_error.c_str(); }

@@ -1,0 +1,13 @@
+// The C interface that Python loads. Functions that can fail give 0, or less and leave what was wrong in headrace_error().
+#pragma once
+
+#include <cstdint>
+
+#define HEADRACE_API extern "C" __attribute__((visibility("default")))
+
+// Number of this interface: whoever loads the library refuses another one.
+HEADRACE_API int32_t headrace_abi();
+// Names of the instruction sets that this machine can run, best first, joined by commas.
+HEADRACE_API const char* headrace_instruction_sets();
+// Of this thread's last failure.
+HEADRACE_API const char* headrace_error();

@@ -1,0 +1,18 @@
+// The table of one instruction set: included behind its vectors, in a file that is compiled for it.
+#include "elementwise.inl"
+#include "attention.inl"
+#include "linear.inl"
+
+namespace headrace::HEADRACE_ISA {
+
+// Not constexpr: a table is made from functions of its own file.
+inline Kernels make_kernels(const char* name) {
+  Kernels table{};
+  table.name = name;
+  fill_elementwise(table);
+  fill_attention(table);
+  fill_linear(table);
+  return table;
+}
+
+}  // namespace headrace::HEADRACE_ISA

@@ -1,0 +1,19 @@
+// Every computation in plain C++.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#define HEADRACE_ISA portable
+#include "simd_portable.h"
+
+#include "kernels.inl"
+
+namespace headrace {
+const Kernels* portable_kernels() {
+  static const Kernels table = portable::make_kernels("portable");
+  return &table;
+}
+}  // namespace headrace

@@ -1,0 +1,41 @@
+"""The native library: C++ for CPUs, loaded with ctypes. Where it is not there, who asks is told why."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+#: number of the interface that this package speaks (``cpp/src/api.h``)
+ABI = 1
+
+#: another library than the one beside this file, as one with sanitizers
+LIBRARY_VARIABLE = "HEADRACE_NATIVE_LIBRARY"
+
+
+class NativeLibraryError(Exception):
+    """The library is not there, or cannot be loaded here; the text says why, as one clause."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library. Raises NativeLibraryError."""
+    path = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name("libheadrace.so"))
+    if not path.exists():
+        raise NativeLibraryError(f"{path.name} was not built: the package was installed without a C++ compiler")
+    try:
+        loaded = ctypes.CDLL(str(path))
+        abi = loaded.headrace_abi()
+    except (OSError, AttributeError) as error:
+        raise NativeLibraryError(f"{path.name} cannot be loaded: {error}") from None
+    if abi != ABI:
+        raise NativeLibraryError(f"{path.name} has interface {abi}, and this package speaks {ABI}: install it anew")
+    loaded.headrace_instruction_sets.restype = ctypes.c_char_p
+    loaded.headrace_error.restype = ctypes.c_char_p
+    return loaded
+
+
+def instruction_sets() -> list[str]:
+    """Those that this machine can run the kernels of, best first. Raises NativeLibraryError."""
+    return library().headrace_instruction_sets().decode().split(",")
