@@ -38,4 +38,5 @@ def library() -> ctypes.CDLL:
 
 def instruction_sets() -> list[str]:
     """Those that this machine can run the kernels of, best first. Raises NativeLibraryError."""
-    return library().headrace_instruction_sets().decode().split(",")
+    names: bytes = library().headrace_instruction_sets()
+    return names.decode().split(",")

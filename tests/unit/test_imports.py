@@ -22,6 +22,7 @@ LEAVES = {
     "headrace.params",
     "headrace.config",
     "headrace.lora",
+    "headrace.native",
     "headrace.outputs",
     "headrace.telemetry",
     "headrace.tested",
