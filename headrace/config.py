@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Runner = Literal["auto", "torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "echo"]
+Runner = Literal["auto", "native", "torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "echo"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4"]

@@ -1,6 +1,7 @@
 """Which runner runs a model: what was asked for and what the machine has, as arguments of a pure function; and who looks at the machine.
 
-Nothing is imported to look: what is installed is told by the files of packages, so that this costs milliseconds in the user process.
+No package is imported to look: what is installed is told by the files of packages, so that this costs milliseconds in the user process.
+Only the native library is loaded, which costs less than to know without loading it whether it can be.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import msgspec
 
 from headrace.config import Device, DType, Quantization, Runner
 from headrace.errors import ModelError
+from headrace.native import NativeLibraryError, library
 
 #: On CPU, the first that is installed and can do what was asked for. docs/performance.md has their speeds beside each other.
 CPU_ORDER: tuple[Runner, ...] = ("onnxruntime", "torch")
 
 #: runner -> what it imports
 PACKAGES: dict[Runner, tuple[str, ...]] = {
+    "native": (),
     "torch": ("torch",),
     "onnxruntime": ("onnxruntime", "onnx"),
     "tensorrt": ("tensorrt",),
@@ -29,6 +32,7 @@ PACKAGES: dict[Runner, tuple[str, ...]] = {
 }
 #: runner -> what installs it
 INSTALL: dict[Runner, str] = {
+    "native": "install a C++ compiler (g++ 11 or newer), then headrace anew",
     "torch": 'pip install "headrace[torch]"',
     "onnxruntime": "pip install onnxruntime onnx onnxruntime-extensions",
     "tensorrt": 'pip install "headrace[tensorrt]"',
@@ -57,15 +61,19 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         packages: those of ``PACKAGES`` that are installed.
         torch_cuda: the CUDA that the installed PyTorch is built for; None: there is none, or it is built for CPUs.
         gpus: CUDA devices that this process may use.
+        no_native: why the native library is not there, as one clause; None: it is.
     """
 
     packages: frozenset[str] = frozenset()
     torch_cuda: str | None = None
     gpus: int = 0
+    no_native: str | None = None
 
-    def has(self, runner: Runner) -> bool:
-        """Whether what it imports is installed."""
-        return self.packages.issuperset(PACKAGES[runner])
+    def lacks(self, runner: Runner) -> str | None:
+        """That what it needs is not there, with what mends that; None: it is there."""
+        if runner == "native" and self.no_native is not None:
+            return f"native cannot run: {self.no_native}; {INSTALL[runner]}"
+        return None if self.packages.issuperset(PACKAGES[runner]) else f"{runner} is not installed: {INSTALL[runner]}"
 
 
 class Selection(NamedTuple):
@@ -87,10 +95,8 @@ def choose_runner(asked: Asked, machine: Machine) -> Selection:
     if asked.backend is not None:
         if asked.runner not in ("auto", asked.backend):
             raise ModelError(f"runner={asked.runner!r}: this engine was built for {asked.backend!r}, which alone can run it")
-        if (why := cannot(asked.backend, asked)) is not None:
+        if (why := cannot(asked.backend, asked) or machine.lacks(asked.backend)) is not None:
             raise ModelError(f"this engine was built for {asked.backend!r}: {why}")
-        if not machine.has(asked.backend):
-            raise ModelError(f"this engine was built for {asked.backend!r}, which is not installed: {INSTALL[asked.backend]}")
         return Selection(asked.backend, "the engine was built for it")
     if asked.runner != "auto":
         if (why := cannot(asked.runner, asked)) is not None:
@@ -105,8 +111,8 @@ def choose_runner(asked: Asked, machine: Machine) -> Selection:
     for runner in CPU_ORDER:
         if (why := cannot(runner, asked)) is not None:
             refusals.append(f"{runner}: {why}")
-        elif not machine.has(runner):
-            refusals.append(f"{runner} is not installed: {INSTALL[runner]}")
+        elif (why := machine.lacks(runner)) is not None:
+            refusals.append(why)
         else:
             return Selection(
                 runner, f"on CPU it is the next choice ({'; '.join(refusals)})" if refusals else "it is the first choice on CPU"
@@ -120,12 +126,12 @@ def cannot(runner: Runner, asked: Asked) -> str | None:
         return None
     if asked.max_loras and runner != "torch":
         return f"max_loras={asked.max_loras}, and LoRA adapters are run by runner='torch' alone"
-    if asked.device == "cuda" and runner == "onnxruntime":
+    if asked.device == "cuda" and runner in ("native", "onnxruntime"):
         return "device='cuda', and it computes on the CPU"
     if asked.device == "cpu" and runner.startswith("tensorrt"):
         return "device='cpu', and it computes on GPUs"
     if runner == "torch" and asked.quantization not in ("auto", "none"):
-        return f"quantization={asked.quantization!r} is what runner='onnxruntime' does"
+        return f"quantization={asked.quantization!r} is what runner='native' and runner='onnxruntime' do"
     if runner == "onnxruntime" and asked.dtype == "bfloat16":
         return "dtype='bfloat16' is nothing that onnxruntime multiplies on CPU, and what runner='torch' does"
     return None
@@ -134,7 +140,20 @@ def cannot(runner: Runner, asked: Asked) -> str | None:
 def look() -> Machine:
     """At this machine, for this process."""
     packages = frozenset(name for names in PACKAGES.values() for name in names if importlib.util.find_spec(name) is not None)
-    return Machine(packages=packages, torch_cuda=_torch_cuda() if "torch" in packages else None, gpus=count_gpus())
+    return Machine(
+        packages=packages,
+        torch_cuda=_torch_cuda() if "torch" in packages else None,
+        gpus=count_gpus(),
+        no_native=_no_native(),
+    )
+
+
+def _no_native() -> str | None:
+    try:
+        library()
+    except NativeLibraryError as error:
+        return str(error)
+    return None
 
 
 def count_gpus(drivers: Path = Path("/proc/driver/nvidia/gpus"), windows: Path = Path("/dev/dxg")) -> int:

@@ -22,7 +22,8 @@ from headrace import __version__
 from headrace.compiled import engine_manifest
 from headrace.config import Runner
 from headrace.errors import EngineDeadError, HeadraceError, ModelError
-from headrace.selection import INSTALL, Asked, choose_runner, look
+from headrace.native import instruction_sets
+from headrace.selection import INSTALL, Asked, Machine, choose_runner, look
 from headrace.tested import GATED
 
 #: seconds; the first import of torch from a cold disk takes tens of them
@@ -191,9 +192,10 @@ def runners() -> Iterator[Finding]:
     except ModelError as error:
         chosen = None
         why = str(error)
+    yield _native(machine)
     for runner, code in RUNNERS.items():
         mend = INSTALL[runner]
-        if not machine.has(runner):
+        if machine.lacks(runner) is not None:
             without = "" if machine.gpus or runner not in GATED else ", and there is no GPU for it"
             yield Finding(runner, "note", f"not installed{without}", "" if without else mend)
             continue
@@ -207,6 +209,14 @@ def runners() -> Iterator[Finding]:
         yield Finding("runner", "missing", why)
     else:
         yield Finding("runner", "ok", f"auto takes {chosen.runner}: {chosen.reason}")
+
+
+def _native(machine: Machine) -> Finding:
+    """The library for CPUs: the instruction set that it uses here, and those that it could use as well."""
+    if machine.no_native is not None:
+        return Finding("native", "note", machine.no_native, INSTALL["native"])
+    first, *others = instruction_sets()
+    return Finding("native", "ok", f"instruction set {first}" + (f"; this machine also has {', '.join(others)}" if others else ""))
 
 
 def mpi_launcher(choice: str) -> Finding:

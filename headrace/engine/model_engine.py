@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import time
@@ -33,12 +34,14 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Chunk, State
 from headrace.engine.slot_cache import SlotCache
 from headrace.errors import ModelError, RequestError
+from headrace.native import NativeLibraryError, library
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
 from headrace.selection import INSTALL
 from headrace.telemetry import IterationStats, KvCacheEvent
 from headrace.tracing.hooks import Point
 from headrace.tracing.spans import About
+from headrace.version import __version__
 
 if TYPE_CHECKING:
     from headrace.text.vocabulary import Vocabulary
@@ -91,6 +94,8 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
     """Load this rank's share of the model; every rank calls it. Progress comes in bytes. Raises ModelError."""
     if config.runner == "auto":
         raise ModelError("runner 'auto' is a question: headrace.selection puts a name in its place before a world starts")
+    if config.runner == "native":
+        return _load_native_runner(config, collectives, progress)
     if config.runner == "onnxruntime":
         # Otherwise its import begins to collect what is to be sent to its makers, into a database in the user's folder.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -103,7 +108,7 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
 
         return TensorRTRunner(config, collectives, progress)
     if config.runner != "torch":
-        raise ModelError(f"runner {config.runner!r} runs no model; use 'torch', 'onnxruntime' or 'tensorrt'")
+        raise ModelError(f"runner {config.runner!r} runs no model; use 'native', 'torch', 'onnxruntime' or 'tensorrt'")
     # GNU OpenMP spins between parallel regions by default, which starves whoever else needs the cores; read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with _needs("torch", "torch"):
@@ -111,6 +116,20 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
 
     with open_checkpoint(config.model) as checkpoint:
         return TorchRunner(config, checkpoint, collectives, progress)
+
+
+def _load_native_runner(config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> ModelRunner:
+    try:
+        library()
+    except NativeLibraryError as error:
+        raise ModelError(f"runner 'native' cannot run here: {error}; {INSTALL['native']}") from None
+    try:
+        module = importlib.import_module("headrace.engine.runners.native_runner")
+    except ModuleNotFoundError as error:
+        raise ModelError(f"runner 'native' is not part of headrace {__version__}: {error}") from None
+    with open_checkpoint(config.model) as checkpoint:
+        runner: ModelRunner = module.NativeRunner(config, checkpoint, collectives, progress)
+        return runner
 
 
 @contextlib.contextmanager

@@ -107,9 +107,10 @@ def test_no_model_is_a_finding(tmp_path):
 def machine(monkeypatch):
     """Put a machine in the place of this one; every package can be imported but those that are named as broken."""
 
-    def put(packages, gpus=0, torch_cuda=None, broken=()):
+    def put(packages, gpus=0, torch_cuda=None, broken=(), no_native=None):
         names = frozenset(name for runner in packages for name in PACKAGES[runner])
-        monkeypatch.setattr(_probes, "look", lambda: Machine(packages=names, gpus=gpus, torch_cuda=torch_cuda))
+        monkeypatch.setattr(_probes, "look", lambda: Machine(packages=names, gpus=gpus, torch_cuda=torch_cuda, no_native=no_native))
+        monkeypatch.setattr(_probes, "instruction_sets", lambda: ["fast", "portable"])
         monkeypatch.setattr(
             _probes,
             "package",
@@ -122,12 +123,18 @@ def machine(monkeypatch):
 
 def test_each_runner_is_a_finding_and_so_is_which_one_auto_takes(machine):
     found = machine(["onnxruntime", "torch"])
-    assert list(found) == ["torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "runner"]
+    assert list(found) == ["native", "torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "runner"]
     assert found["tensorrt"] == Finding("tensorrt", "note", "not installed, and there is no GPU for it")
     assert found["runner"] == Finding("runner", "ok", f"auto takes {CPU_ORDER[0]}: it is the first choice on CPU")
     found = machine(["onnxruntime"])
     assert found["torch"] == Finding("torch", "note", "not installed", 'pip install "headrace[torch]"')
     assert found["runner"].found.startswith("auto takes onnxruntime: ")
+
+
+def test_the_native_runner_tells_its_instruction_sets_or_why_it_is_not_there(machine):
+    assert machine([])["native"] == Finding("native", "ok", "instruction set fast; this machine also has portable")
+    found = machine(["torch"], no_native="libheadrace.so was not built")
+    assert found["native"] == Finding("native", "note", "libheadrace.so was not built", INSTALL["native"])
 
 
 def test_only_the_runner_that_auto_takes_must_work(machine):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace import native
 from headrace.errors import ModelError
 from headrace.selection import CPU_ORDER, INSTALL, PACKAGES, Asked, Machine, choose_runner, count_gpus, look
 
@@ -47,6 +48,9 @@ def chosen(packages: frozenset[str] = ALL, machine: dict[str, Any] | None = None
         (ALL, {}, {"dtype": "bfloat16"}, "torch"),
         (NO_TORCH, {}, {"dtype": "float16"}, "onnxruntime"),
         (ALL, {}, {"quantization": "int8"}, "onnxruntime"),
+        (ALL, {}, {"runner": "native", "quantization": "int8"}, "native"),
+        (frozenset(), {"no_native": "it is not there"}, {"runner": "native"}, "native"),
+        (frozenset(), {}, {"backend": "native"}, "native"),
         # What was asked for is taken, and what is missing for it is told by the ranks, which may be elsewhere.
         (frozenset(), {}, {"runner": "torch"}, "torch"),
         (ALL, {}, {"runner": "onnxruntime"}, "onnxruntime"),
@@ -71,9 +75,11 @@ def test_the_runner_that_fits_is_chosen(packages: frozenset[str], machine: dict[
         (ALL, {"runner": "onnxruntime", "device": "cuda"}, "runner='onnxruntime': device='cuda', and it computes on the CPU"),
         (ALL, {"runner": "tensorrt", "device": "cpu"}, "runner='tensorrt': device='cpu', and it computes on GPUs"),
         (ALL, {"quantization": "int8", "device": "cuda"}, "torch: quantization='int8'"),
-        (ALL, {"runner": "pytorch"}, "runner='pytorch': it must be one of auto, torch, "),
+        (ALL, {"runner": "native", "device": "cuda"}, "runner='native': device='cuda', and it computes on the CPU"),
+        (ALL, {"runner": "native", "max_loras": 1}, "runner='native': max_loras=1, and LoRA adapters are run by runner='torch'"),
+        (ALL, {"runner": "pytorch"}, "runner='pytorch': it must be one of auto, native, torch, "),
         (ALL, {"runner": "torch", "backend": "tensorrt"}, "runner='torch': this engine was built for 'tensorrt'"),
-        (NO_ONNX, {"backend": "onnxruntime"}, "this engine was built for 'onnxruntime', which is not installed: pip install"),
+        (NO_ONNX, {"backend": "onnxruntime"}, "this engine was built for 'onnxruntime': onnxruntime is not installed: pip install"),
         (ALL, {"backend": "tensorrt", "max_loras": 3}, "this engine was built for 'tensorrt': max_loras=3"),
     ],
 )
@@ -89,6 +95,21 @@ def test_the_reason_tells_what_spoke_against_the_first_choice() -> None:
     assert choose_runner(Asked(), missing).reason == f"on CPU it is the next choice ({first} is not installed: {INSTALL[first]})"
     assert choose_runner(Asked(), Machine(packages=ALL, torch_cuda="13.0", gpus=1)).reason == "on a GPU, by PyTorch for CUDA 13.0"
     assert choose_runner(Asked(), Machine(packages=ALL, torch_cuda="13.0", gpus=3)).reason == "on 3 GPUs, by PyTorch for CUDA 13.0"
+
+
+def test_why_the_native_library_is_not_there_is_part_of_the_refusal() -> None:
+    machine = Machine(no_native="libheadrace.so was not built")
+    with pytest.raises(ModelError, match=re.escape(f"'native': native cannot run: libheadrace.so was not built; {INSTALL['native']}")):
+        choose_runner(Asked(backend="native"), machine)
+
+
+def test_looking_tells_why_the_native_library_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv(native.LIBRARY_VARIABLE, str(tmp_path / "none.so"))
+    native.library.cache_clear()
+    try:
+        assert (look().no_native or "").startswith("none.so was not built")
+    finally:
+        native.library.cache_clear()
 
 
 def test_looking_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
