@@ -1,5 +1,6 @@
 #include "api.h"
 
+#include <cstdlib>
 #include <string>
 
 #include "kernels.h"
@@ -19,6 +20,13 @@ const char* headrace_instruction_sets() {
     return joined;
   }();
   return names.c_str();
+}
+
+const char* headrace_instruction_set() {
+  if (const headrace::Kernels* chosen = headrace::chosen_kernels()) return chosen->name;
+  headrace::last_error = std::string(headrace::kInstructionSetVariable) + " is " + std::getenv(headrace::kInstructionSetVariable) +
+                         ", and this machine has " + headrace_instruction_sets();
+  return nullptr;
 }
 
 const char* headrace_error() { return headrace::last_error.c_str(); }

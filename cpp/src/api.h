@@ -9,5 +9,7 @@
 HEADRACE_API int32_t headrace_abi();
 // Names of the instruction sets that this machine can run, best first, joined by commas.
 HEADRACE_API const char* headrace_instruction_sets();
+// Name of the one in use: the best, or the one that the environment variable HEADRACE_INSTRUCTION_SET names. Null: that is none of them.
+HEADRACE_API const char* headrace_instruction_set();
 // Of this thread's last failure.
 HEADRACE_API const char* headrace_error();

@@ -1,13 +1,21 @@
 // Which instruction sets this machine has.
 #include "kernels.h"
 
+#include <cstdlib>
 #include <cstring>
+
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 namespace headrace {
 
 // Each is called only where the machine has the instruction set: even filling the table is compiled for it.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
 
 namespace {
 
@@ -18,7 +26,13 @@ struct Available {
   Available() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) list[count++] = avx2_kernels();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+      list[count++] = avx512_kernels();
+    if (avx2) list[count++] = avx2_kernels();
+#elif defined(__aarch64__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) list[count++] = neon_kernels();
 #endif
     list[count++] = portable_kernels();
   }
@@ -40,6 +54,11 @@ const Kernels* find_kernels(const char* name) {
   for (int64_t i = 0; i < available().count; ++i)
     if (!std::strcmp(available().list[i]->name, name)) return available().list[i];
   return nullptr;
+}
+
+const Kernels* chosen_kernels() {
+  const char* name = std::getenv(kInstructionSetVariable);
+  return name && *name ? find_kernels(name) : available().list[0];
 }
 
 }  // namespace headrace

@@ -127,4 +127,9 @@ const Kernels* const* available_kernels(int64_t* count);
 // By name; null: this machine has it not.
 const Kernels* find_kernels(const char* name);
 
+// Names the instruction set to use instead of the best.
+constexpr const char* kInstructionSetVariable = "HEADRACE_INSTRUCTION_SET";
+// The one to use; null: that variable names one that this machine has not.
+const Kernels* chosen_kernels();
+
 }  // namespace headrace

@@ -32,6 +32,7 @@ def library() -> ctypes.CDLL:
     if abi != ABI:
         raise NativeLibraryError(f"{path.name} has interface {abi}, and this package speaks {ABI}: install it anew")
     loaded.headrace_instruction_sets.restype = ctypes.c_char_p
+    loaded.headrace_instruction_set.restype = ctypes.c_char_p
     loaded.headrace_error.restype = ctypes.c_char_p
     return loaded
 
@@ -40,3 +41,14 @@ def instruction_sets() -> list[str]:
     """Those that this machine can run the kernels of, best first. Raises NativeLibraryError."""
     names: bytes = library().headrace_instruction_sets()
     return names.decode().split(",")
+
+
+def instruction_set() -> str:
+    """The one in use: the best, or the one that the environment variable ``HEADRACE_INSTRUCTION_SET`` names.
+
+    Raises NativeLibraryError, also where that variable names one that this machine has not.
+    """
+    name: bytes | None = library().headrace_instruction_set()
+    if name is None:
+        raise NativeLibraryError(library().headrace_error().decode())
+    return name.decode()
