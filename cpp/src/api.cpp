@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "error.h"
 #include "kernels.h"
 
 namespace headrace {

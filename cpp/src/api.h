@@ -13,3 +13,19 @@ HEADRACE_API const char* headrace_instruction_sets();
 HEADRACE_API const char* headrace_instruction_set();
 // Of this thread's last failure.
 HEADRACE_API const char* headrace_error();
+
+// A block of zeroed memory (memory.h), which the system gives page by page; null if there is none of that size.
+HEADRACE_API void* headrace_memory_allocate(int64_t bytes);
+// Give it back, with the size that it has.
+HEADRACE_API void headrace_memory_free(void* data, int64_t bytes);
+
+namespace headrace {
+class Pool;
+}
+// Threads (pool.h), the caller's included; null if that is no possible number, or more than the system starts.
+HEADRACE_API headrace::Pool* headrace_pool_create(int64_t threads);
+// None of its runs may be going on. Null is none.
+HEADRACE_API void headrace_pool_destroy(headrace::Pool* pool);
+HEADRACE_API int64_t headrace_pool_threads(const headrace::Pool* pool);
+// Calls task(context, index, slot) for each index in [0, count), see Pool::run. Below 1: not possible.
+HEADRACE_API int32_t headrace_pool_run(headrace::Pool* pool, int64_t count, void (*task)(void* context, int64_t index, int64_t slot), void* context);
