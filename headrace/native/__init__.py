@@ -21,9 +21,10 @@ class NativeLibraryError(Exception):
 @functools.cache
 def library() -> ctypes.CDLL:
     """The library. Raises NativeLibraryError."""
-    path = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name("libheadrace.so"))
+    other = os.environ.get(LIBRARY_VARIABLE)
+    path = Path(other or Path(__file__).with_name("libheadrace.so"))
     if not path.exists():
-        raise NativeLibraryError(f"{path.name} was not built: the package was installed without a C++ compiler")
+        raise NativeLibraryError(f"{LIBRARY_VARIABLE}={other} names no file" if other else f"{path.name} was not built: {_why_unbuilt()}")
     try:
         loaded = ctypes.CDLL(str(path))
         abi = loaded.headrace_abi()
@@ -35,6 +36,14 @@ def library() -> ctypes.CDLL:
     loaded.headrace_instruction_set.restype = ctypes.c_char_p
     loaded.headrace_error.restype = ctypes.c_char_p
     return loaded
+
+
+def _why_unbuilt() -> str:
+    """What ``setup.py`` has written in the place of the library."""
+    try:
+        return Path(__file__).with_name("unbuilt.txt").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return "in a checkout, python cpp/build.py does that"
 
 
 def instruction_sets() -> list[str]:
