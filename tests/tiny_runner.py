@@ -11,6 +11,7 @@ import numpy as np
 from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig
 from headrace.engine.base import Beam, EngineRequest, Float32, Int32, LogprobRows, StepOutputs
+from headrace.engine.candidates import Candidates, StepLogits
 from headrace.engine.kv_cache import cache_limits
 from headrace.engine.model_engine import ModelEngine
 from headrace.engine.plan import StepPlan
@@ -48,6 +49,7 @@ class TinyRunner:
     model_name = "tiny"
     dtype = "float32"
     quantization = "none"
+    max_candidates = 0
     model_config = tiny_config(VOCAB, eos_token_ids=(EOS,))
 
     def __init__(self, config: EngineConfig) -> None:
@@ -58,7 +60,7 @@ class TinyRunner:
         self.cache = np.full((config.kv_cache_tokens // self.size, self.size), -1, np.int32)
         self.plans: list[StepPlan] = []
 
-    def execute(self, arrays: Sequence[Int32]) -> Float32:
+    def execute(self, arrays: Sequence[Int32]) -> Any:
         plan = StepPlan.from_arrays(arrays)
         self.plans.append(plan)
         for source, target, count in plan.copies.reshape(-1, 3).tolist():
@@ -85,6 +87,26 @@ class TinyRunner:
 
     def close(self) -> None:
         pass
+
+
+class TinyChoosyRunner(TinyRunner):
+    """The same, and of rows whose tokens are chosen from few of them it gives no other logits."""
+
+    max_candidates = 4
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.chosen = 0
+
+    def execute(self, arrays: Sequence[Int32]) -> Any:
+        logits: Float32 = super().execute(arrays)
+        counts = self.plans[-1].candidates
+        if not len(counts):
+            return logits
+        assert len(counts) == len(logits) and counts.max() <= self.max_candidates
+        few = counts > 0
+        self.chosen += int(few.sum())
+        return StepLogits(counts, logits[~few], Candidates.of(logits[few], counts[few]))
 
 
 class TinySlotRunner(TinyRunner):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headrace.engine.base import EngineRequest, Float32, StepOutputs
 from headrace.engine.beams import Beams
+from headrace.engine.candidates import Candidates, StepLogits
 from headrace.engine.guided import TokenConstraint
 from headrace.engine.logit_rules import LogitRules
 from headrace.engine.readout import Readout
@@ -79,8 +80,15 @@ class LiveRequests:
         self.end(live)
         outputs.add(live.request.request_id, (), FinishReason.ERROR, error=error)
 
-    def update(self, chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs) -> None:
+    def update(self, chunks: Sequence[Chunk], logits: Float32 | StepLogits | None, outputs: StepOutputs) -> None:
         """What the logits of a step's rows bring. Raises RuntimeError if they are not what its plan asked for."""
+        if isinstance(logits, StepLogits):
+            chosen = [self._live[chunk.sequence.request_id] for chunk in chunks if chunk.sequence.candidates and chunk.samples]
+            if len(logits.candidates) != len(chosen):
+                raise RuntimeError(f"the runner gave candidates for {len(logits.candidates)} rows instead of {len(chosen)}")
+            self._sample(chosen, logits.candidates, outputs)
+            chunks = [chunk for chunk in chunks if not chunk.sequence.candidates]
+            logits = logits.logits
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = [self._live[sequence.request_id] for sequence in sampling]
         wanting = any(chunk.sequence.wanted for chunk in chunks)
@@ -93,6 +101,10 @@ class LiveRequests:
             sampled, logits = self._advance_beams(sampling, sampled, logits, outputs)
         if any(live.rules is not None or live.readout is not None or live.constraint is not None for live in sampled):
             sampled, logits = self._apply_rules(sampled, logits, outputs)
+        self._sample(sampled, logits, outputs)
+
+    def _sample(self, sampled: list[Live], logits: Float32 | Candidates, outputs: StepOutputs) -> None:
+        """Choose the tokens of these rows."""
         try:
             tokens = sample(logits, [live.sampling for live in sampled], [len(live.sequence.tokens) for live in sampled])
         except Exception:
@@ -181,8 +193,8 @@ class LiveRequests:
             return sampled, logits
         return [sampled[row] for row in kept], logits[kept]
 
-    def _sample_alone(self, live: Live, logits: Float32, outputs: StepOutputs) -> None:
-        """Sample one row, [1, vocabulary]; an exception ends its request."""
+    def _sample_alone(self, live: Live, logits: Float32 | Candidates, outputs: StepOutputs) -> None:
+        """Sample one row; an exception ends its request."""
         try:
             (token,) = sample(logits, [live.sampling], [len(live.sequence.tokens)])
         except Exception as error:

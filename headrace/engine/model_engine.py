@@ -19,6 +19,7 @@ from headrace.engine.adapter_slots import AdapterSlots, without
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
 from headrace.engine.beams import Beams
 from headrace.engine.cache import Cache
+from headrace.engine.candidates import StepLogits
 from headrace.engine.guided import GuidedRequests, TokenConstraint
 from headrace.engine.iterations import IterationLog
 from headrace.engine.kv_cache import CacheLimits, KVCache, cache_limits
@@ -64,6 +65,7 @@ class ModelRunner(Protocol):
         versions: name and version of what computes.
         limits: of its KV cache, which the engine deals out.
         max_loras: most LoRA adapters that one step uses; 0: it runs none.
+        max_candidates: it gives so many of a row's greatest logits at most, where they are all that is wanted; 0: whole rows only.
     """
 
     model_name: str
@@ -73,9 +75,10 @@ class ModelRunner(Protocol):
     versions: dict[str, str]
     limits: CacheLimits
     max_loras: int
+    max_candidates: int
 
-    def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
-        """Logits, float32 [rows that sample, vocabulary], on rank 0."""
+    def execute(self, arrays: Sequence[Int32]) -> Float32 | StepLogits | None:
+        """On rank 0 logits, float32 [rows that sample, vocabulary], or ``StepLogits`` if the plan wants candidates."""
 
     def take_failed_adapters(self) -> dict[int, str]:
         """Of the last plan's loads those that failed on any rank: slot -> why."""
@@ -272,6 +275,14 @@ class ModelEngine:
             self._ended_early.add(request.request_id, (), FinishReason.ERROR, error=str(error))
             return
         beams = Beams(request, sequence, rules, eos) if params.use_beam_search else None
+        if (
+            rules is None
+            and readout is None
+            and beams is None
+            and constraint is None
+            and sampling.candidates <= self._runner.max_candidates
+        ):
+            sequence.candidates = sampling.candidates
         self._live.add(Live(request, sequence, sampling, eos, rules, readout, beams, constraint))
 
     def _eos(self, params: SamplingParams) -> frozenset[int]:
@@ -382,8 +393,8 @@ class ModelEngine:
         self._runner.close()
 
     def _drop_failed(
-        self, failed: dict[int, str], chunks: Sequence[Chunk], logits: Float32 | None, outputs: StepOutputs
-    ) -> tuple[list[Chunk], Float32 | None]:
+        self, failed: dict[int, str], chunks: Sequence[Chunk], logits: Float32 | StepLogits | None, outputs: StepOutputs
+    ) -> tuple[list[Chunk], Float32 | StepLogits | None]:
         """End all requests of adapters that could not be loaded; the other chunks, and their rows of the logits."""
         reasons = {self._adapters.forget(slot): why for slot, why in failed.items()}
         for live in self._live:
@@ -392,4 +403,6 @@ class ModelEngine:
         # Their rows were computed without the adapter, and what that left in the cache has the adapter's name.
         self._scheduler.forget_prefixes()
         kept, rows = without(chunks, reasons)
+        if isinstance(logits, StepLogits):
+            return kept, logits.rows(rows)
         return kept, None if logits is None else logits[rows]

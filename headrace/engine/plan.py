@@ -32,6 +32,7 @@ class StepPlan:
             tokens are copied; the rest of the written block is cleared.
         adapters: [S] slot of each sequence's LoRA adapter, -1 for none; empty if no sequence has one.
         loads: LoRA adapters to put into slots first; see ``encode_loads``.
+        candidates: [R] of each row of ``samples`` how many of its greatest logits are wanted, 0: all its logits; empty: all of all rows.
     """
 
     tokens: Int32
@@ -42,26 +43,44 @@ class StepPlan:
     copies: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     adapters: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     loads: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    candidates: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], cache: Cache) -> StepPlan:
         """The plan of these chunks, whose blocks the cache has already handed out, and of the copies that are due."""
         tokens, tables = bytearray(), bytearray()
-        for sequence, start, length in chunks:
-            end = start + length
-            tokens += memoryview(sequence.tokens[start:end]).cast("B")
-            tables += memoryview(cache.table(sequence.request_id)[: cache.blocks_for(end)]).cast("B")
-        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
-        samples = np.array([chunk.samples for chunk in chunks], dtype=np.bool_)
-        ends = np.cumsum(lengths, dtype=np.int32)
-        rows = _rows(chunks, ends) if any(chunk.sequence.wanted for chunk in chunks) else (ends - 1)[samples]
+        starts: list[int] = []
+        lengths: list[int] = []
+        rows: list[int] = []
+        candidates: list[int] = []
+        end, some = 0, False
+        for chunk in chunks:
+            sequence, start, length = chunk
+            stop = start + length
+            tokens += memoryview(sequence.tokens[start:stop]).cast("B")
+            tables += memoryview(cache.table(sequence.request_id)[: cache.blocks_for(stop)]).cast("B")
+            starts.append(start)
+            lengths.append(length)
+            end += length
+            if sequence.wanted:
+                wanted, shift = chunk.wanted, end - stop
+                rows.extend(range(wanted.start + shift, wanted.stop + shift))
+                candidates.extend([0] * len(wanted))
+                if not chunk.own_row:
+                    continue
+            elif stop < len(sequence.tokens):
+                continue
+            rows.append(end - 1)
+            candidates.append(sequence.candidates)
+            some = some or sequence.candidates > 0
         return cls(
             tokens=np.frombuffer(tokens, dtype=np.int32),
-            starts=np.array([chunk.start for chunk in chunks], dtype=np.int32),
-            lengths=lengths,
+            starts=np.array(starts, dtype=np.int32),
+            lengths=np.array(lengths, dtype=np.int32),
             tables=np.frombuffer(tables, dtype=np.int32),
-            samples=rows,
+            samples=np.array(rows, dtype=np.int32),
             copies=np.frombuffer(cache.take_copies(), dtype=np.int32),
+            candidates=np.array(candidates if some else (), dtype=np.int32),
         )
 
     @classmethod
@@ -71,23 +90,11 @@ class StepPlan:
 
     def arrays(self) -> tuple[Int32, ...]:
         """The arrays to broadcast."""
-        return self.tokens, self.starts, self.lengths, self.tables, self.samples, self.copies, self.adapters, self.loads
+        return self.tokens, self.starts, self.lengths, self.tables, self.samples, self.copies, self.adapters, self.loads, self.candidates
 
     def with_adapters(self, slots: Sequence[int], loads: Sequence[tuple[int, str]]) -> StepPlan:
         """The same with LoRA adapters: the slot of each sequence, and (slot, path) of what is to be loaded."""
         return replace(self, adapters=np.array(slots, dtype=np.int32), loads=encode_loads(loads))
-
-
-def _rows(chunks: Sequence[Chunk], ends: Int32) -> Int32:
-    """``samples`` where more than last tokens are wanted."""
-    rows: list[int] = []
-    for chunk, end in zip(chunks, ends.tolist(), strict=True):
-        shift = end - chunk.start - chunk.length
-        wanted = chunk.wanted
-        rows.extend(range(wanted.start + shift, wanted.stop + shift))
-        if chunk.own_row:
-            rows.append(end - 1)
-    return np.array(rows, dtype=np.int32)
 
 
 def encode_loads(loads: Sequence[tuple[int, str]]) -> Int32:

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.base import Float32
+from headrace.engine.candidates import Candidates
 from headrace.engine.logprobs import greatest
 from headrace.params import SamplingParams
 
@@ -65,36 +66,50 @@ class RowSampling:
             seed=seed & 0xFFFF_FFFF_FFFF_FFFF,
         )
 
+    @property
+    def candidates(self) -> int:
+        """So many of the greatest logits are all that its tokens are chosen from; 0: all of them are."""
+        return 1 if self.greedy else self.top_k
 
-def sample(logits: Float32, rows: Sequence[RowSampling], positions: Sequence[int]) -> list[int]:
-    """One token id for each row of ``logits`` [R, V].
+
+def sample(logits: Float32 | Candidates, rows: Sequence[RowSampling], positions: Sequence[int]) -> list[int]:
+    """One token id for each row of ``logits`` [R, V], or of its candidates, of which there must be as many as ``RowSampling`` says.
 
     ``positions``: index in its sequence of the token to be drawn, for each row. A row whose greatest logit is NaN or infinite gives
     ``NO_TOKEN``; -inf beside finite logits forbids a token.
     """
     if not len(rows):
         return []
-    tokens: npt.NDArray[np.int64] = logits.argmax(axis=1)  # NaN counts as the greatest, so one look at the maximum finds it
-    maxima = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    tokens: npt.NDArray[np.int64]
+    if isinstance(logits, Candidates):
+        tokens, maxima = logits.ids[:, 0].astype(np.int64), logits.values[:, 0]
+    else:
+        tokens = logits.argmax(axis=1)  # NaN counts as the greatest, so one look at the maximum finds it
+        maxima = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     tokens[~np.isfinite(maxima)] = NO_TOKEN
     drawn = [index for index, row in enumerate(rows) if not row.greedy and tokens[index] != NO_TOKEN]
     if drawn:
         seeds = np.array([rows[index].seed for index in drawn], dtype=np.uint64)
         keys = race_keys(seeds, np.array([positions[index] for index in drawn], dtype=np.uint64))
         for index, key in zip(drawn, keys, strict=True):
-            tokens[index] = _draw(logits[index], maxima[index], rows[index], key)
+            row = rows[index]
+            if isinstance(logits, Candidates):
+                ids, values = logits.ids[index, : row.top_k].astype(np.int64), logits.values[index, : row.top_k]
+                tokens[index] = _draw(values, ids, maxima[index], row, key)
+            elif row.top_k:
+                ids = greatest(logits[index], row.top_k)
+                tokens[index] = _draw(logits[index, ids], ids, maxima[index], row, key)
+            else:
+                tokens[index] = _draw(logits[index], None, maxima[index], row, key)
     result: list[int] = tokens.tolist()
     return result
 
 
-def _draw(logits: Float32, maximum: np.float32, row: RowSampling, key: UInt32) -> int:
-    """The winner of the race ``key`` [2] among the tokens [V] that the filters leave."""
-    ids: npt.NDArray[np.int64] | None = None
-    if row.top_k:
-        ids = greatest(logits, row.top_k)
-        logits = logits[ids]
-    with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp((logits - maximum) * np.float32(row.scale))
+def _draw(logits: Float32, ids: npt.NDArray[np.int64] | None, maximum: np.float32, row: RowSampling, key: UInt32) -> int:
+    """The winner of the race ``key`` [2] among the tokens that the filters leave. ``ids``: the ``top_k`` greatest in descending order, and
+    ``logits`` theirs; None: ``logits`` [V] are those of all tokens.
+    """
+    weights = _weights(logits, maximum, row.scale)
     if row.top_p < 1.0:
         mass = float(weights.sum(dtype=np.float64))
         if ids is None:
@@ -109,6 +124,46 @@ def _draw(logits: Float32, maximum: np.float32, row: RowSampling, key: UInt32) -
         ids, weights = kept if ids is None else ids[kept], weights[kept]
     chosen = _first(weights, race_numbers(_spread(len(weights)) if ids is None else ids.astype(np.uint32) * _GOLDEN, key))
     return chosen if ids is None else int(ids[chosen])
+
+
+#: below it a weight is 0: of what is lighter by so much than the heaviest nothing ever arrives first
+_LEAST_EXPONENT = np.float32(-87.0)
+#: adding it and taking it away rounds to the nearest integer, halves to even
+_ROUND = np.float32(1.5 * 2**23)
+_LOG2_E = np.float32(1.44269504088896341)
+#: log 2 in two parts, of which the first has so few digits that its products with small integers are exact
+_LOG_2_HIGH, _LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_EXP_TERMS = tuple(map(np.float32, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)))
+
+
+def _weights(logits: Float32, maximum: np.float32, scale: float) -> Float32:
+    """exp((logits - maximum) * scale), the maximum having 1; good to 2 units in the last place.
+
+    By a fixed sequence of float32 operations, those of Cephes' expf without fused ones: a token then depends on no processor and no
+    library, and the native library has the same numbers (``cpp/src/sampling.inl``), bit for bit.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        exponents = (logits - maximum) * np.float32(scale)
+        kept = exponents >= _LEAST_EXPONENT
+        rest = np.maximum(exponents, _LEAST_EXPONENT, out=exponents)
+        powers = rest * _LOG2_E
+        powers += _ROUND
+        powers -= _ROUND
+        rest -= powers * _LOG_2_HIGH
+        rest -= powers * _LOG_2_LOW
+        weights: Float32 = rest * _EXP_TERMS[0]
+        for term in _EXP_TERMS[1:]:
+            weights += term
+            weights *= rest
+        weights *= rest
+        weights += rest
+        weights += np.float32(1)
+        bits = powers.astype(np.int32)
+        bits += np.int32(127)
+        bits <<= np.int32(23)
+        weights *= bits.view(np.float32)
+        weights *= kept
+    return weights
 
 
 def _nucleus(weights: Float32, top_p: float, mass: float) -> npt.NDArray[np.int64]:

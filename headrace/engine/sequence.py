@@ -68,6 +68,7 @@ class Sequence:
         branches: None for a request that has no others.
         reused: so many of its tokens were found in the cache when it began to run.
         adapter: name of its LoRA adapter; None: none.
+        candidates: its next token is chosen from so many of the greatest logits, and nothing else is wanted of them; 0: all are needed.
     """
 
     request_id: int
@@ -82,6 +83,7 @@ class Sequence:
     branches: Branches | None = None
     reused: int = 0
     adapter: str | None = None
+    candidates: int = 0
 
     @property
     def remaining(self) -> int:

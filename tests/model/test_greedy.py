@@ -116,6 +116,7 @@ class _Leader:
         self.versions = ranks.leader.versions
         self.limits = ranks.leader.limits
         self.max_loras = ranks.leader.max_loras
+        self.max_candidates = ranks.leader.max_candidates
         self.quantization = ranks.leader.quantization
 
     def execute(self, arrays: Any) -> Any:

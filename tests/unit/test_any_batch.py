@@ -11,7 +11,7 @@ import pytest
 
 from headrace.outputs import FinishReason
 from headrace.params import SamplingParams
-from tests.tiny_runner import EOS, Got, TinyEngine, TinyRowRunner, TinyRunner, TinySlotRunner, TinyStripRunner, alone
+from tests.tiny_runner import EOS, Got, TinyChoosyRunner, TinyEngine, TinyRowRunner, TinyRunner, TinySlotRunner, TinyStripRunner, alone
 
 #: values that a parameter may have beside not being set
 OPTIONAL: dict[str, list[Any]] = {
@@ -82,6 +82,7 @@ def run(rng: random.Random, seen: Counter[str], kind: type[TinyRunner]) -> None:
         seen["beams"] += bool(got[request_id].beams)
         seen.update(list(got[request_id].rows))
     seen["preemptions"] += engine.engine.stats()["preemptions"] > 0
+    seen["candidates"] += getattr(engine.runner, "chosen", 0)
     seen["copies of blocks"] += any(len(plan.copies) for plan in engine.runner.plans)
 
 
@@ -103,7 +104,13 @@ def compare(mine: Got, single: Got) -> bool:
 
 @pytest.mark.parametrize(
     ("kind", "seeds"),
-    [(TinyRunner, range(20)), (TinySlotRunner, range(40, 50)), (TinyRowRunner, range(60, 70)), (TinyStripRunner, range(80, 90))],
+    [
+        (TinyRunner, range(20)),
+        (TinySlotRunner, range(40, 50)),
+        (TinyRowRunner, range(60, 70)),
+        (TinyStripRunner, range(80, 90)),
+        (TinyChoosyRunner, range(100, 110)),
+    ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value.start),
 )
 def test_a_request_gets_what_it_gets_alone(kind: type[TinyRunner], seeds: range) -> None:
@@ -115,4 +122,6 @@ def test_a_request_gets_what_it_gets_alone(kind: type[TinyRunner], seeds: range)
             raise AssertionError(f"seed {seed}") from error
     expected = {"cancelled", "beams", "preemptions", "copies of blocks"}
     expected |= {"logprobs", "prompt_logprobs", "context_logits", "generation_logits"}
+    if kind.max_candidates:
+        expected.add("candidates")
     assert all(seen[what] for what in expected), seen

@@ -30,6 +30,7 @@ class CountingRunner:
     model_config = tiny_config(VOCAB, eos_token_ids=(30, 31))
     dtype = "float32"
     quantization = "none"
+    max_candidates = 0
 
     def __init__(self, config: EngineConfig) -> None:
         self.limits = cache_limits(config, self.model_config.max_seq_len)
@@ -346,9 +347,9 @@ def test_every_rank_gets_the_plan_before_it_runs() -> None:
     assert len(driver.broadcast) == len(driver.runner.plans) == 3
     first, second, third = (StepPlan.from_arrays(arrays) for arrays in driver.broadcast)
     assert all(array.dtype == np.int32 for arrays in driver.broadcast for array in arrays)
-    assert [part.tolist() for part in first.arrays()] == [[1, 2, 3], [0], [3], [0], [2], [], [], []]
-    assert [part.tolist() for part in second.arrays()] == [[4, 21, 22, 23, 24, 25], [3, 0], [1, 5], [0, 1, 2], [0], [], [], []]
-    assert [part.tolist() for part in third.arrays()] == [[5, 26, 27], [4, 5], [1, 2], [0, 3, 1, 2], [0, 2], [], [], []]
+    assert [part.tolist() for part in first.arrays()] == [[1, 2, 3], [0], [3], [0], [2], [], [], [], []]
+    assert [part.tolist() for part in second.arrays()] == [[4, 21, 22, 23, 24, 25], [3, 0], [1, 5], [0, 1, 2], [0], [], [], [], []]
+    assert [part.tolist() for part in third.arrays()] == [[5, 26, 27], [4, 5], [1, 2], [0, 3, 1, 2], [0, 2], [], [], [], []]
 
 
 def test_a_live_id_is_refused_before_anything_changes() -> None:

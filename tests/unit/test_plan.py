@@ -41,3 +41,20 @@ def test_wanted_rows_and_the_one_that_samples(wanted: range, chunk: tuple[int, i
     plan = StepPlan.of([Chunk(first, 1, 1), Chunk(asking, *chunk), Chunk(last, 0, 3)], cache)
     assert plan.samples.tolist() == [0, *(1 + row for row in rows), 1 + chunk[1] + 1, 1 + chunk[1] + 2]
     assert plan.samples.dtype == plan.tokens.dtype
+
+
+def test_candidates_of_rows_that_sample() -> None:
+    """A row of a prompt has all its logits; where no row has less, there is nothing to say."""
+    cache = KVCache(16, 4)
+    scheduler = Scheduler(cache, max_batch_size=4, max_num_tokens=64, max_seq_len=32, max_logit_rows=64)
+    whole, asking, few, part = (
+        scheduler.submit(index, array("i", range(length)), 0.5, wanted=wanted)
+        for index, length, wanted in ((1, 2, range(0)), (2, 3, range(0, 2)), (3, 4, range(0)), (4, 5, range(0)))
+    )
+    for sequence in (whole, asking, few, part):
+        cache.grow(sequence.request_id, len(sequence.tokens))
+    chunks = [Chunk(whole, 1, 1), Chunk(asking, 0, 3), Chunk(few, 3, 1), Chunk(part, 0, 2)]
+    assert StepPlan.of(chunks, cache).candidates.tolist() == []
+    few.candidates = part.candidates = 7
+    plan = StepPlan.of(chunks, cache)
+    assert plan.samples.tolist() == [0, 1, 2, 3, 4] and plan.candidates.tolist() == [0, 0, 0, 0, 7]

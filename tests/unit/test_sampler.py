@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.sampler import NO_TOKEN, RowSampling, _first, _nucleus, _spread, philox4x32, race_keys, race_numbers, sample
+from headrace.engine.sampler import NO_TOKEN, RowSampling, _first, _nucleus, _spread, _weights, philox4x32, race_keys, race_numbers, sample
 from headrace.params import SamplingParams
 
 VOCAB = 1000
@@ -306,3 +306,16 @@ def test_logits_are_not_changed() -> None:
     before = logits.copy()
     sample(logits, rows, range(10))
     assert np.array_equal(logits, before)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 0.7, 1.0, 5.0, 1e30])
+def test_weights_are_those_of_the_exponential(scale: float) -> None:
+    logits = logits_of(11, vocab=5000, spread=20.0)[0]
+    logits[::50] = -np.inf
+    with np.errstate(over="ignore"):
+        exponents = (logits - logits.max()) * np.float32(scale)
+    weights = _weights(logits, logits.max(), scale)
+    expected = np.exp(exponents.astype(np.float64))
+    normal = exponents >= -87
+    assert (np.abs(weights[normal] - expected[normal]) <= 2.5e-7 * expected[normal]).all()
+    assert (weights[~normal] == 0).all() and weights.max() == 1

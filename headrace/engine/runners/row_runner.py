@@ -43,7 +43,7 @@ class RowRunner(ABC):
     """Implements ``model_engine.ModelRunner`` but for what a run is.
 
     Attributes:
-        model_name, model_config, dtype, quantization, versions, limits, max_loras: see ``ModelRunner``.
+        model_name, model_config, dtype, quantization, versions, limits, max_loras, max_candidates: see ``ModelRunner``.
     """
 
     model_name: str
@@ -53,6 +53,7 @@ class RowRunner(ABC):
     versions: dict[str, str]
     limits: CacheLimits
     max_loras = 0
+    max_candidates = 0
 
     def __init__(self, config: EngineConfig, collectives: Collectives) -> None:
         """Every rank makes one at the same time."""

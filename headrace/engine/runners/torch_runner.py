@@ -43,7 +43,10 @@ class TorchRunner:
         versions: name and version of what computes.
         limits: of the KV cache.
         max_loras: most LoRA adapters in one step.
+        max_candidates: it gives whole rows of logits only.
     """
+
+    max_candidates = 0
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, collectives: Collectives, progress: ProgressHook) -> None:
         """Load its share, among all ranks. Raises ModelError if the model, its split or its context is not possible."""
