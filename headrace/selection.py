@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.config import Device, DType, Quantization, Runner
 from headrace.errors import ModelError
-from headrace.native import NativeLibraryError, library
+from headrace.native import NativeLibraryError, instruction_set
 
 #: On CPU, the first that is installed and can do what was asked for. docs/performance.md has their speeds beside each other.
 CPU_ORDER: tuple[Runner, ...] = ("onnxruntime", "torch")
@@ -150,7 +150,7 @@ def look() -> Machine:
 
 def _no_native() -> str | None:
     try:
-        library()
+        instruction_set()
     except NativeLibraryError as error:
         return str(error)
     return None

@@ -22,7 +22,8 @@ from headrace import __version__
 from headrace.compiled import engine_manifest
 from headrace.config import Runner
 from headrace.errors import EngineDeadError, HeadraceError, ModelError
-from headrace.native import instruction_sets
+from headrace.native import instruction_set, instruction_sets
+from headrace.native.pool import physical_cores
 from headrace.selection import INSTALL, Asked, Machine, choose_runner, look
 from headrace.tested import GATED
 
@@ -31,6 +32,7 @@ IMPORT_TIMEOUT = 120.0
 #: seconds for the world that is started as a test
 START_TIMEOUT = 60.0
 CGROUP = Path("/sys/fs/cgroup")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: of what a world wrote before it died
 CAUSE_LINES = 20
 MIB = 1 << 20
@@ -212,11 +214,19 @@ def runners() -> Iterator[Finding]:
 
 
 def _native(machine: Machine) -> Finding:
-    """The library for CPUs: the instruction set that it uses here, and those that it could use as well."""
+    """The library for CPUs: what it computes with here."""
     if machine.no_native is not None:
         return Finding("native", "note", machine.no_native, INSTALL["native"])
-    first, *others = instruction_sets()
-    return Finding("native", "ok", f"instruction set {first}" + (f"; this machine also has {', '.join(others)}" if others else ""))
+    chosen, threads = instruction_set(), physical_cores()
+    others = [name for name in instruction_sets() if name != chosen]
+    found = f"instruction set {chosen}" + (f" (others that run here: {', '.join(others)})" if others else "") + f", {threads} cores"
+    try:
+        never = "[never]" in HUGE_PAGES.read_text()
+    except OSError:
+        never = True
+    if never:
+        return Finding("native", "note", f"{found}; without huge pages, so memory is read more slowly", f"echo madvise > {HUGE_PAGES}")
+    return Finding("native", "ok", f"{found}, huge pages")
 
 
 def mpi_launcher(choice: str) -> Finding:

@@ -28,13 +28,13 @@ def library() -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
         abi = loaded.headrace_abi()
+        loaded.headrace_instruction_sets.restype = ctypes.c_char_p
+        loaded.headrace_instruction_set.restype = ctypes.c_char_p
+        loaded.headrace_error.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise NativeLibraryError(f"{path.name} cannot be loaded: {error}") from None
     if abi != ABI:
-        raise NativeLibraryError(f"{path.name} has interface {abi}, and this package speaks {ABI}: install it anew")
-    loaded.headrace_instruction_sets.restype = ctypes.c_char_p
-    loaded.headrace_instruction_set.restype = ctypes.c_char_p
-    loaded.headrace_error.restype = ctypes.c_char_p
+        raise NativeLibraryError(f"{path.name} has interface {abi}, and this package speaks {ABI}")
     return loaded
 
 

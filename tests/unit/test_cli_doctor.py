@@ -103,6 +103,9 @@ def test_no_model_is_a_finding(tmp_path):
     assert "none.gguf" in found.found
 
 
+NATIVE = "instruction set fast (others that run here: portable), 3 cores"
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """Put a machine in the place of this one; every package can be imported but those that are named as broken."""
@@ -111,6 +114,8 @@ def machine(monkeypatch):
         names = frozenset(name for runner in packages for name in PACKAGES[runner])
         monkeypatch.setattr(_probes, "look", lambda: Machine(packages=names, gpus=gpus, torch_cuda=torch_cuda, no_native=no_native))
         monkeypatch.setattr(_probes, "instruction_sets", lambda: ["fast", "portable"])
+        monkeypatch.setattr(_probes, "instruction_set", lambda: "fast")
+        monkeypatch.setattr(_probes, "physical_cores", lambda: 3)
         monkeypatch.setattr(
             _probes,
             "package",
@@ -131,8 +136,15 @@ def test_each_runner_is_a_finding_and_so_is_which_one_auto_takes(machine):
     assert found["runner"].found.startswith("auto takes onnxruntime: ")
 
 
-def test_the_native_runner_tells_its_instruction_sets_or_why_it_is_not_there(machine):
-    assert machine([])["native"] == Finding("native", "ok", "instruction set fast; this machine also has portable")
+def test_the_native_runner_tells_what_it_computes_with_or_why_it_is_not_there(machine, monkeypatch, tmp_path):
+    huge_pages = tmp_path / "enabled"
+    monkeypatch.setattr(_probes, "HUGE_PAGES", huge_pages)
+    slow = Finding("native", "note", f"{NATIVE}; without huge pages, so memory is read more slowly", f"echo madvise > {huge_pages}")
+    assert machine([])["native"] == slow
+    huge_pages.write_text("always madvise [never]\n")
+    assert machine([])["native"] == slow
+    huge_pages.write_text("always [madvise] never\n")
+    assert machine([])["native"] == Finding("native", "ok", f"{NATIVE}, huge pages")
     found = machine(["torch"], no_native="libheadrace.so was not built")
     assert found["native"] == Finding("native", "note", "libheadrace.so was not built", INSTALL["native"])
 
