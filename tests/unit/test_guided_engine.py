@@ -42,6 +42,7 @@ class NoiseRunner:
     def __init__(self, config: EngineConfig) -> None:
         self.limits = cache_limits(config, self.model_config.max_seq_len)
         self.max_loras = config.max_loras
+        self.max_candidates = 0
 
     def execute(self, arrays: Sequence[Int32]) -> Float32:
         plan = StepPlan.from_arrays(arrays)
