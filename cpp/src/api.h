@@ -29,3 +29,16 @@ HEADRACE_API void headrace_pool_destroy(headrace::Pool* pool);
 HEADRACE_API int64_t headrace_pool_threads(const headrace::Pool* pool);
 // Calls task(context, index, slot) for each index in [0, count), see Pool::run. Below 1: not possible.
 HEADRACE_API int32_t headrace_pool_run(headrace::Pool* pool, int64_t count, void (*task)(void* context, int64_t index, int64_t slot), void* context);
+
+namespace headrace {
+class SharedGroup;
+}
+// Bytes of shared memory that the ranks of a group need, and one rank's part in it (shared_group.h); null: it is not possible.
+HEADRACE_API int64_t headrace_group_bytes(int64_t size, int64_t capacity);
+HEADRACE_API headrace::SharedGroup* headrace_group_create(int32_t file, int64_t rank, int64_t size, int64_t capacity, double deadline_seconds);
+// It must not be waiting. Null is none.
+HEADRACE_API void headrace_group_destroy(headrace::SharedGroup* group);
+// data [count] becomes the sum over ranks: 0. Another number: they did not all come in time, or the group is broken since then, or since it was
+// abandoned. `group` is a SharedGroup, untyped so that a decoder can be given this function for its sums.
+HEADRACE_API int32_t headrace_group_sum(void* group, float* data, int64_t count);
+HEADRACE_API void headrace_group_abandon(headrace::SharedGroup* group);
