@@ -39,6 +39,9 @@ struct Rows {
 
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
+// Numbers of a head at most.
+constexpr int64_t kMaxHeadDim = 1024;
+
 // Type of the numbers in the KV cache.
 enum class KVType : int32_t { kFloat16 = 0, kInt8 = 1 };
 

@@ -1,4 +1,6 @@
 // The table of one instruction set: included behind its vectors, in a file that is compiled for it.
+#include "math.inl"
+
 #include "elementwise.inl"
 #include "attention.inl"
 #include "linear.inl"

@@ -54,6 +54,10 @@ inline F32 first(int64_t n, F32 a, F32 b) {
   return {_mm256_blendv_ps(b.lo, a.lo, _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, low))),
           _mm256_blendv_ps(b.hi, a.hi, _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, high)))};
 }
+inline uint32_t exceeding(F32 a, F32 b) {
+  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_NLE_UQ))) |
+         uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_NLE_UQ))) << 8;
+}
 inline float sum(F32 a) {
   const __m256 eight = _mm256_add_ps(a.lo, a.hi);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

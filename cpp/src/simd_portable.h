@@ -40,12 +40,19 @@ inline F32 min(F32 a, F32 b) { HEADRACE_EACH(a.lane[i] < b.lane[i] ? a.lane[i] :
 inline F32 abs(F32 a) { HEADRACE_EACH(std::fabs(a.lane[i])); }
 // To the nearest integer, halves to even.
 inline F32 round(F32 a) { HEADRACE_EACH(std::nearbyint(a.lane[i])); }
-// 2^n of integers n in [-126, 127].
-inline F32 power_of_two(F32 n) { HEADRACE_EACH(std::ldexp(1.0f, int(n.lane[i]))); }
+// 2^n of integers n in [-126, 127], and 0 of -127.
+inline F32 power_of_two(F32 n) { HEADRACE_EACH(bits_to_float(uint32_t(int(n.lane[i]) + 127) << 23)); }
 // Lanes below n of a, the others of b.
 inline F32 first(int64_t n, F32 a, F32 b) { HEADRACE_EACH(i < n ? a.lane[i] : b.lane[i]); }
 
 #undef HEADRACE_EACH
+
+// Bit i: lane i of a is greater than that of b, or one of them is NaN.
+inline uint32_t exceeding(F32 a, F32 b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= uint32_t(!(a.lane[i] <= b.lane[i])) << i;
+  return bits;
+}
 
 // By halves; see kernels.h.
 inline float sum(F32 a) {
