@@ -3,6 +3,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #if defined(__aarch64__)
 #include <asm/hwcap.h>
@@ -54,6 +56,11 @@ const Kernels* find_kernels(const char* name) {
   for (int64_t i = 0; i < available().count; ++i)
     if (!std::strcmp(available().list[i]->name, name)) return available().list[i];
   return nullptr;
+}
+
+const Kernels& named_kernels(const char* name) {
+  if (const Kernels* found = name ? find_kernels(name) : nullptr) return *found;
+  throw std::invalid_argument(std::string("this machine has no instruction set ") + (name ? name : "without a name"));
 }
 
 const Kernels* chosen_kernels() {

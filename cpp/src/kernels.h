@@ -62,6 +62,11 @@ struct KVLayer {
 
   int64_t key_stride() const { return padded(tokens_per_block); }
   int64_t value_stride() const { return padded(head_dim); }
+  int64_t number_bytes() const { return type == KVType::kInt8 ? 1 : 2; }
+  int64_t key_bytes() const { return num_blocks * kv_heads * head_dim * key_stride() * number_bytes(); }
+  int64_t value_bytes() const { return num_blocks * kv_heads * tokens_per_block * value_stride() * number_bytes(); }
+  // Of either's scales.
+  int64_t scale_bytes() const { return type == KVType::kInt8 ? num_blocks * kv_heads * key_stride() * 4 : 0; }
 };
 
 // Some consecutive tokens of one sequence, and the query heads that share one KV head.
@@ -113,12 +118,13 @@ struct Kernels {
   // Heads in rotate-half order, [heads][head_dim], rotated in place: the first 2 * pairs numbers of each; cosine and sine [pairs].
   void (*rotate)(float* heads, int64_t count, int64_t head_dim, int64_t pairs, const float* cosine, const float* sine);
 
-  // Key and value of one token, [kv_heads][head_dim] each, into the cache.
+  // Key and value of one token, [kv_heads][head_dim] each, into the cache. As int8: see quantize, the scale of each head of key and value.
   void (*store)(const KVLayer& cache, int32_t block, int64_t offset, const float* keys, const float* values);
 
-  // Floats of scratch that attend needs for such a call.
+  // Floats of scratch that attend needs for such a call: about (head_dim + 2) for each token and head, and 15 KiB; however many keys there are.
   int64_t (*attend_scratch)(const Attention& task);
-  // out = softmax(scale * query . keys) . values; causal. scratch: 64-byte aligned.
+  // out = softmax(scale * query . keys) . values; causal; attention.inl says in which order. scratch: 64-byte aligned. Keys and values are read
+  // once for some six (token, head) of a call, from the processor's caches for all but the first of them: 16 to 64 tokens make a good run.
   void (*attend)(const Attention& task, float* scratch);
 
   // Index of the greatest, the lowest of equals; NaN counts as the greatest (as numpy.argmax).
@@ -129,6 +135,8 @@ struct Kernels {
 const Kernels* const* available_kernels(int64_t* count);
 // By name; null: this machine has it not.
 const Kernels* find_kernels(const char* name);
+// The same; throws std::invalid_argument.
+const Kernels& named_kernels(const char* name);
 
 // Names the instruction set to use instead of the best.
 constexpr const char* kInstructionSetVariable = "HEADRACE_INSTRUCTION_SET";

@@ -38,6 +38,7 @@ inline F32 first(int64_t n, F32 a, F32 b) {
   const __mmask16 taken = n <= 0 ? 0 : n < 16 ? __mmask16((1u << n) - 1) : __mmask16(0xFFFF);
   return {_mm512_mask_blend_ps(taken, b.all, a.all)};
 }
+inline uint32_t exceeding(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.all, b.all, _CMP_NLE_UQ); }
 inline float sum(F32 a) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.all), _mm512_extractf32x8_ps(a.all, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

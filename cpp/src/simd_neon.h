@@ -61,6 +61,12 @@ inline F32 first(int64_t n, F32 a, F32 b) {
     r.quarter[i] = vbslq_f32(vcltq_s32(lanes, vdupq_n_s32(count - 4 * i)), a.quarter[i], b.quarter[i]);
   return r;
 }
+inline uint32_t exceeding(F32 a, F32 b) {
+  const uint32x4_t bits = {1, 2, 4, 8};
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i) r |= vaddvq_u32(vbicq_u32(bits, vcleq_f32(a.quarter[i], b.quarter[i]))) << 4 * i;
+  return r;
+}
 inline float sum(F32 a) {
   const float32x4_t four = vaddq_f32(vaddq_f32(a.quarter[0], a.quarter[2]), vaddq_f32(a.quarter[1], a.quarter[3]));
   const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
