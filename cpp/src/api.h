@@ -61,3 +61,9 @@ HEADRACE_API int32_t headrace_kv_bytes(const headrace::KVLayer* cache, int64_t* 
 HEADRACE_API int32_t headrace_kv_store(const char* set, const headrace::KVLayer* cache, int32_t block, int64_t offset, const float* keys, const float* values);
 // table_length: entries of the task's table.
 HEADRACE_API int32_t headrace_attend(const char* set, const headrace::Attention* task, int64_t table_length);
+struct RowSampling;
+}
+// Tokens of rows of logits [rows][width] at their positions, see Sampler::sample (sampling.h); ids [rows][width] or null. set: an instruction
+// set; null: the one in use. Below 1: not possible.
+HEADRACE_API int32_t headrace_sample(const char* set, const float* logits, const int32_t* ids, int64_t rows, int64_t width,
+                                     const headrace::RowSampling* samplings, const uint64_t* positions, int32_t* tokens);

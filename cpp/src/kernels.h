@@ -129,6 +129,13 @@ struct Kernels {
 
   // Index of the greatest, the lowest of equals; NaN counts as the greatest (as numpy.argmax).
   int64_t (*argmax)(const float* x, int64_t n);
+
+  // out = exp((x - maximum) * scale), of a finite maximum that none exceeds; 0 below exp(-87). In float32, nothing fused.
+  void (*weigh)(const float* x, float maximum, float scale, int64_t n, float* out);
+
+  // Lower bounds of the times at which n > 0 tokens arrive that have these weights (race.h): out = (number + 1/2) / 2^32 / weight; gives the
+  // least of them. ids null: first_id, first_id + 1, ...
+  float (*arrive)(const float* weights, const int32_t* ids, int32_t first_id, int64_t n, uint32_t first_key, uint32_t second_key, float* out);
 };
 
 // Those that this machine can run, best first; the last is "portable".

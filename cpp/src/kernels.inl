@@ -4,6 +4,7 @@
 #include "elementwise.inl"
 #include "attention.inl"
 #include "linear.inl"
+#include "sampling.inl"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -14,6 +15,7 @@ inline Kernels make_kernels(const char* name) {
   fill_elementwise(table);
   fill_attention(table);
   fill_linear(table);
+  fill_sampling(table);
   return table;
 }
 

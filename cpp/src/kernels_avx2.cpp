@@ -10,6 +10,7 @@
 
 #include "half.h"
 #include "kernels.h"
+#include "race.h"
 #include "target.h"
 
 HEADRACE_TARGET_BEGIN("avx2,fma,f16c")

@@ -14,6 +14,7 @@
 
 #include "half.h"
 #include "kernels.h"
+#include "race.h"
 #include "target.h"
 
 HEADRACE_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")

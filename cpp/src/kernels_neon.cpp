@@ -9,6 +9,7 @@
 
 #include "half.h"
 #include "kernels.h"
+#include "race.h"
 #include "target.h"
 
 HEADRACE_TARGET_BEGIN("arch=armv8.2-a+dotprod")

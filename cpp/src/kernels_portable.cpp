@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "race.h"
 
 #define HEADRACE_ISA portable
 #include "simd_portable.h"
