@@ -61,6 +61,8 @@ HEADRACE_API int32_t headrace_kv_bytes(const headrace::KVLayer* cache, int64_t* 
 HEADRACE_API int32_t headrace_kv_store(const char* set, const headrace::KVLayer* cache, int32_t block, int64_t offset, const float* keys, const float* values);
 // table_length: entries of the task's table.
 HEADRACE_API int32_t headrace_attend(const char* set, const headrace::Attention* task, int64_t table_length);
+
+namespace headrace {
 struct RowSampling;
 }
 // Tokens of rows of logits [rows][width] at their positions, see Sampler::sample (sampling.h); ids [rows][width] or null. set: an instruction
