@@ -33,6 +33,9 @@ inline int64_t monotonic_nanoseconds() {
   return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
+// How long a thread looks before it sleeps: about what it costs to fall asleep and to be woken, so that at worst it is paid twice.
+constexpr int64_t kSpin = 30'000;
+
 // A moment of waiting in a loop that looks at memory.
 inline void relax() {
 #if defined(__x86_64__)

@@ -37,10 +37,6 @@ constexpr int64_t kMaxThreads = 1024;
 constexpr int kCountBits = 24;
 constexpr int64_t kMaxCount = (int64_t{1} << kCountBits) - 1;
 
-// How long a worker looks for the next run before it sleeps, and the caller for the end of tasks of others: about what it costs to sleep and
-// to be woken, so that at worst it is paid twice.
-constexpr int64_t kSpin = 30'000;
-
 constexpr uint64_t left(uint64_t ticket) { return ticket & kMaxCount; }
 
 // New threads inherit the signals that are blocked: those of the pool take none, so handlers run in threads of whoever has set them.

@@ -23,8 +23,6 @@ namespace {
 
 constexpr int64_t kMaxRanks = 1024;
 constexpr int64_t kMaxCapacity = int64_t{1} << 24;
-// How long a rank looks for the others before it sleeps: about what it costs to sleep and to be woken.
-constexpr int64_t kSpin = 50'000;
 // From so many ranks and floats on each rank adds a part of them for all, at the price of a second meeting.
 constexpr int64_t kShareRanks = 3;
 constexpr int64_t kShareFloats = 4096;

@@ -44,6 +44,24 @@ def test_each_index_is_run_once(pool, count):
         assert {slot for _, slot in tasks} <= set(range(pool.threads))
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_every_thread_comes(threads):
+    """Also those that have fallen asleep meanwhile, and those that are about to: each task waits for one on every other thread."""
+    pool = Pool(threads)
+    for turn in range(30):
+        met = threading.Barrier(threads)
+        slots: list[int] = []
+
+        def task(index: int, slot: int) -> None:
+            met.wait(50)  # noqa: B023
+            slots.append(slot)  # noqa: B023
+
+        run(pool, threads, task)
+        assert sorted(slots) == list(range(threads))
+        time.sleep((0, 2e-5, 1e-3)[turn % 3])
+    pool.close()
+
+
 def test_more_tasks_than_a_run_takes_are_refused(pool):
     assert run(pool, 1 << 24, lambda index, slot: None) == 0
     assert library().headrace_error() == b"a run of 16777216 tasks: a pool takes 16777215"
