@@ -69,3 +69,37 @@ struct RowSampling;
 // set; null: the one in use. Below 1: not possible.
 HEADRACE_API int32_t headrace_sample(const char* set, const float* logits, const int32_t* ids, int64_t rows, int64_t width,
                                      const headrace::RowSampling* samplings, const uint64_t* positions, int32_t* tokens);
+
+// What format.h has, for Python.
+struct HeadraceFormat {
+  int32_t kind, bits, group, offset, has_min;
+};
+struct HeadraceMatrix {
+  HeadraceFormat format;
+  int64_t rows, columns;
+  const void* data;
+};
+// Rows of kernels.h; the columns are the matrix's.
+struct HeadraceRows {
+  int64_t rows;
+  const float* floats;
+  int64_t stride;
+  const int8_t* values;
+  const float* scales;
+  const int32_t* sums;
+};
+
+// What a quantised type of GGUF, by its number in files, is packed to. Below 1: there are no products with it.
+HEADRACE_API int32_t headrace_block_format(int32_t gguf_type, HeadraceFormat* out);
+// Bytes of a matrix; below 1: no such format or size.
+HEADRACE_API int64_t headrace_matrix_bytes(const HeadraceFormat* format, int64_t rows, int64_t columns);
+// Blocks as files have them, [rows][row bytes] and so raw_bytes in all, and float32 [rows][columns] to a matrix (pack.h). Below 1: not possible.
+HEADRACE_API int32_t headrace_pack_blocks(headrace::Pool* pool, int32_t gguf_type, const uint8_t* raw, int64_t raw_bytes, int64_t rows,
+                                          int64_t columns, uint8_t* out);
+HEADRACE_API int32_t headrace_pack_floats(headrace::Pool* pool, const HeadraceFormat* format, const float* values, int64_t rows, int64_t columns,
+                                          uint8_t* out);
+// The kernels of the named instruction set (kernels.h), in the calling thread, for tests and measurements. Below 1: not possible.
+HEADRACE_API int32_t headrace_multiply(const char* set, const HeadraceMatrix* matrix, const HeadraceRows* x, int64_t begin, int64_t end,
+                                       const float* bias, float* out, int64_t out_stride, int32_t accumulate);
+HEADRACE_API int32_t headrace_read_row(const char* set, const HeadraceMatrix* matrix, int64_t index, float* out);
+HEADRACE_API int32_t headrace_quantize(const char* set, const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums);

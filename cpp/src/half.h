@@ -20,6 +20,12 @@ inline uint32_t float_to_bits(float x) {
 
 inline float bfloat_to_float(uint16_t b) { return bits_to_float(uint32_t(b) << 16); }
 
+inline uint16_t float_to_bfloat(float x) {
+  const uint32_t bits = float_to_bits(x);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return uint16_t(bits >> 16 | 0x40u);
+  return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 0x1Fu, mantissa = h & 0x3FFu;
   if (exponent == 0x1F)  // infinite, or NaN, which is made quiet as processors do

@@ -14,6 +14,9 @@ namespace headrace {
 
 constexpr int64_t kLanes = 16;
 
+// The least normal number: its reciprocal is finite.
+constexpr float kLeastScale = 0x1p-126f;
+
 constexpr int64_t padded(int64_t n, int64_t unit = kLanes) { return (n + unit - 1) / unit * unit; }
 
 // Rows that a matrix multiplies: floats for plain matrices, int8 for quantised ones (whoever makes them fills what is needed).
@@ -99,8 +102,8 @@ struct Kernels {
   // Row `index` of a matrix as floats, out [columns]: (q - offset) * scale, then + min.
   void (*read_row)(const Matrix& w, int64_t index, float* out);
 
-  // One row to int8 for multiply: scale = max |x| / 127 of each 32, values = round to even (x * (1 / scale)), or 0 where that is 0 or the
-  // row is not finite there (then the scale is NaN, so that products are NaN, too).
+  // One row to int8 for multiply: scale = max |x| / 127 of each 32, or 0 where that is less than kLeastScale; values = round to even
+  // (x * (1 / scale)), or 0 where the scale is. Where the row is not finite values are 0 and the scale is NaN, so that products are NaN, too.
   void (*quantize)(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums);
 
   // out = x / sqrt(mean(x²) + eps) * weight; out may be x. Sum of squares: lanes of fma over columns i, i + 16, ...

@@ -16,6 +16,7 @@
 HEADRACE_TARGET_BEGIN("avx2,fma,f16c")
 #define HEADRACE_ISA avx2
 #include "simd_avx2.h"
+#include "dot_avx2.h"
 
 #include "kernels.inl"
 HEADRACE_TARGET_END

@@ -20,6 +20,7 @@
 HEADRACE_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 #define HEADRACE_ISA avx512
 #include "simd_avx512.h"
+#include "dot_portable.h"
 
 #include "kernels.inl"
 HEADRACE_TARGET_END

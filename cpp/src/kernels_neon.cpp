@@ -15,6 +15,7 @@
 HEADRACE_TARGET_BEGIN("arch=armv8.2-a+dotprod")
 #define HEADRACE_ISA neon
 #include "simd_neon.h"
+#include "dot_portable.h"
 
 #include "kernels.inl"
 HEADRACE_TARGET_END

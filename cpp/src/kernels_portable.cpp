@@ -9,6 +9,7 @@
 
 #define HEADRACE_ISA portable
 #include "simd_portable.h"
+#include "dot_portable.h"
 
 #include "kernels.inl"
 

@@ -22,6 +22,7 @@ inline F32 load_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 inline F32 load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline void store_i8(int8_t* p, F32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.all))); }
 inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.all, b.all)}; }
 inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.all, b.all)}; }
 inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.all, b.all)}; }

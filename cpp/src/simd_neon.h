@@ -36,6 +36,10 @@ inline F32 load_i8(const int8_t* p) {
   return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
           vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))};
 }
+inline int16x8_t narrow(float32x4_t a, float32x4_t b) { return vcombine_s16(vmovn_s32(vcvtq_s32_f32(a)), vmovn_s32(vcvtq_s32_f32(b))); }
+inline void store_i8(int8_t* p, F32 a) {
+  vst1_s8(p, vmovn_s16(narrow(a.quarter[0], a.quarter[1]))), vst1_s8(p + 8, vmovn_s16(narrow(a.quarter[2], a.quarter[3])));
+}
 inline F32 add(F32 a, F32 b) { return each([](float32x4_t x, float32x4_t y) { return vaddq_f32(x, y); }, a, b); }
 inline F32 sub(F32 a, F32 b) { return each([](float32x4_t x, float32x4_t y) { return vsubq_f32(x, y); }, a, b); }
 inline F32 mul(F32 a, F32 b) { return each([](float32x4_t x, float32x4_t y) { return vmulq_f32(x, y); }, a, b); }

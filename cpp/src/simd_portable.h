@@ -28,6 +28,10 @@ inline void store_f16(uint16_t* p, F32 a) {
 }
 inline F32 load_bf16(const uint16_t* p) { HEADRACE_EACH(bfloat_to_float(p[i])); }
 inline F32 load_i8(const int8_t* p) { HEADRACE_EACH(float(p[i])); }
+// Integers in [-128, 127].
+inline void store_i8(int8_t* p, F32 a) {
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(a.lane[i]);
+}
 inline F32 add(F32 a, F32 b) { HEADRACE_EACH(a.lane[i] + b.lane[i]); }
 inline F32 sub(F32 a, F32 b) { HEADRACE_EACH(a.lane[i] - b.lane[i]); }
 inline F32 mul(F32 a, F32 b) { HEADRACE_EACH(a.lane[i] * b.lane[i]); }

@@ -1,0 +1,180 @@
+#include "pack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "half.h"
+#include "pool.h"
+
+namespace headrace {
+
+namespace {
+
+// Rows, columns: none is as long, and no product of such sizes overflows.
+constexpr int64_t kMaxSize = int64_t{1} << 28;
+
+std::invalid_argument wrong(const std::string& what) { return std::invalid_argument(what); }
+
+uint32_t four_at(const uint8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return four;
+}
+
+// One block of a panel, from a segment of each of its rows.
+void write_block(const Format& format, const Segment* rows, uint8_t* out) {
+  constexpr uint32_t kNibbles = 0x0F0F0F0F, kOnes = 0x01010101;
+  for (int64_t quad = 0; quad < kBlock / 4; ++quad) {
+    uint32_t four[kPanel];  // weights of a row in four columns, one a byte
+    for (int64_t row = 0; row < kPanel; ++row) four[row] = four_at(rows[row].quants + quad * 4);
+    if (format.bits == 8) {
+      std::memcpy(out + quad * sizeof four, four, sizeof four);
+      continue;
+    }
+    for (int64_t row = 0; row < 8; ++row) {
+      const uint32_t packed = (four[row] & kNibbles) | (four[row + 8] & kNibbles) << 4;
+      std::memcpy(out + quad * 32 + row * 4, &packed, sizeof packed);
+    }
+    if (format.bits == 5) {
+      uint64_t fifth = 0;
+      // The product brings bit 0 of the bytes 0 to 3 to bits 24 to 27.
+      for (int64_t row = 0; row < kPanel; ++row) fifth |= uint64_t((four[row] >> 4 & kOnes) * 0x01020408u >> 24 & 15) << row * 4;
+      std::memcpy(out + 256 + quad * 8, &fifth, sizeof fifth);
+    }
+  }
+  const int64_t groups = kBlock / format.group;
+  uint16_t numbers[2 * 2 * kPanel];
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t row = 0; row < kPanel; ++row) {
+      numbers[group * kPanel + row] = rows[row].scales[group];
+      numbers[(groups + group) * kPanel + row] = rows[row].mins[group];
+    }
+  }
+  std::memcpy(out + format.quant_bytes(), numbers, format.block_bytes() - format.quant_bytes());
+}
+
+// The float16 next to x / steps, or the one above it where x would be more than half a step beyond the last.
+uint16_t scale_of(float x, float steps) {
+  const uint16_t scale = float_to_half(x / steps);
+  return std::fabs(half_to_float(scale)) * (std::fabs(steps) + 0.5f) < std::fabs(x) ? uint16_t(scale + 1) : scale;
+}
+
+// `count` numbers of one group, the rest of it padding.
+void quantize_group(const Format& format, const float* values, int64_t count, uint8_t* quants, uint16_t* scale_bits, uint16_t* min_bits) {
+  float low = values[0], high = values[0];
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) {
+    low = std::min(low, values[i]), high = std::max(high, values[i]);
+    finite = finite && std::isfinite(values[i]);
+  }
+  const int32_t last = format.bits == 8 ? 127 : (1 << format.bits) - 1, first = format.bits == 8 ? -127 : 0;
+  const float extreme = -low > high ? low : high;
+  if (format.has_min) {
+    *min_bits = float_to_half(low);
+    low = half_to_float(*min_bits);
+    *scale_bits = scale_of(high - low, float(last));
+  } else {
+    *min_bits = 0, low = 0;
+    *scale_bits = format.bits == 8 ? scale_of(std::fabs(extreme), 127) : scale_of(extreme, -float(format.offset));
+  }
+  const float scale = half_to_float(*scale_bits), inverse = scale == 0 ? 0 : 1 / scale;
+  if (!finite || !std::isfinite(scale) || !std::isfinite(low)) *scale_bits = 0x7E00;  // NaN
+  for (int64_t i = 0; i < count; ++i) {
+    const float code = finite ? std::nearbyint((values[i] - low) * inverse) + float(format.offset) : 0;
+    quants[i] = uint8_t(int32_t(std::min(std::max(code, float(first)), float(last))));
+  }
+}
+
+void quantize_segment(const Format& format, const float* values, int64_t count, Segment& segment) {
+  for (int64_t begin = 0; begin < count; begin += format.group) {
+    const int64_t group = begin / format.group;
+    quantize_group(format, values + begin, std::min<int64_t>(format.group, count - begin), segment.quants + begin, segment.scales + group,
+                   segment.mins + group);
+  }
+}
+
+void write_plain(const Format& format, const float* values, int64_t stride, int64_t rows, int64_t columns, uint8_t* out) {
+  float* floats = reinterpret_cast<float*>(out);
+  uint16_t* halves = reinterpret_cast<uint16_t*>(out);
+  for (int64_t row = 0; row < kPanel; ++row) {
+    for (int64_t k = 0; k < columns; ++k) {
+      const float value = row < rows ? values[row * stride + k] : 0;
+      const int64_t at = k * kPanel + row;
+      switch (format.kind) {
+        case Kind::kFloat16: halves[at] = float_to_half(value); break;
+        case Kind::kBFloat16: halves[at] = float_to_bfloat(value); break;
+        default: floats[at] = value;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void check_format(const Format& format) {
+  const auto is = [&](Kind kind, int32_t bits) { return format.kind == kind && format.bits == bits; };
+  if (format.kind != Kind::kQuantized) {
+    if (!is(Kind::kFloat32, 32) && !is(Kind::kFloat16, 16) && !is(Kind::kBFloat16, 16))
+      throw wrong("there are no numbers of kind " + std::to_string(int32_t(format.kind)) + " with " + std::to_string(format.bits) + " bits");
+    return;
+  }
+  if (format.bits != 4 && format.bits != 5 && format.bits != 8)
+    throw wrong("quantised numbers have 4, 5 or 8 bits, not " + std::to_string(format.bits));
+  if (format.group != 16 && format.group != 32) throw wrong("groups are of 16 or 32 columns, not " + std::to_string(format.group));
+  const int32_t most = format.bits == 8 ? 127 : (1 << format.bits) - 1;
+  if (format.offset < 0 || format.offset > most)
+    throw wrong("the offset of " + std::to_string(format.bits) + " bits is 0 to " + std::to_string(most) + ", not " + std::to_string(format.offset));
+}
+
+int64_t matrix_bytes(const Format& format, int64_t rows, int64_t columns) {
+  check_format(format);
+  if (rows < 1 || rows > kMaxSize || columns < 1 || columns > kMaxSize)
+    throw wrong("a matrix has 1 to 2^28 rows and columns, not " + std::to_string(rows) + " and " + std::to_string(columns));
+  return Matrix{format, rows, columns}.bytes();
+}
+
+void pack_blocks(Pool& pool, const BlockType& type, const uint8_t* raw, int64_t rows, int64_t columns, uint8_t* out) {
+  matrix_bytes(type.format, rows, columns);
+  if (columns % type.weights)
+    throw wrong("rows of " + std::to_string(columns) + " columns are no whole blocks of " + std::to_string(type.weights));
+  const int64_t row_bytes = columns / type.weights * type.bytes, segments = type.weights / kBlock;
+  const Matrix matrix{type.format, rows, columns};
+  pool.run(matrix.panels(), [&](int64_t panel, int64_t) {
+    constexpr int64_t kMostSegments = 8;
+    Segment decoded[kPanel][kMostSegments] = {}, one[kPanel];
+    uint8_t* block_out = out + panel * type.format.panel_bytes(columns);
+    const int64_t first = panel * kPanel, count = std::min(kPanel, rows - first);
+    for (int64_t block = 0; block < columns / type.weights; ++block) {
+      for (int64_t row = 0; row < count; ++row) type.decode(raw + (first + row) * row_bytes + block * type.bytes, decoded[row]);
+      for (int64_t segment = 0; segment < segments; ++segment, block_out += type.format.block_bytes()) {
+        for (int64_t row = 0; row < kPanel; ++row) one[row] = decoded[row][segment];
+        write_block(type.format, one, block_out);
+      }
+    }
+  });
+}
+
+void pack_floats(Pool& pool, const Format& format, const float* values, int64_t rows, int64_t columns, uint8_t* out) {
+  matrix_bytes(format, rows, columns);
+  const bool quantized = format.kind == Kind::kQuantized;
+  if (quantized && (format.bits == 8 ? format.offset != 0 || format.has_min : format.has_min != (format.offset == 0)))
+    throw wrong("floats become 8 bits without offset and minimum, or less with one of the two");
+  const Matrix matrix{format, rows, columns};
+  pool.run(matrix.panels(), [&](int64_t panel, int64_t) {
+    uint8_t* block_out = out + panel * format.panel_bytes(columns);
+    const int64_t first = panel * kPanel, count = std::min(kPanel, rows - first);
+    const float* panel_values = values + first * columns;
+    if (!quantized) return write_plain(format, panel_values, columns, count, columns, block_out);
+    for (int64_t column = 0; column < columns; column += kBlock, block_out += format.block_bytes()) {
+      Segment segments[kPanel] = {};
+      for (int64_t row = 0; row < count; ++row)
+        quantize_segment(format, panel_values + row * columns + column, std::min(kBlock, columns - column), segments[row]);
+      write_block(format, segments, block_out);
+    }
+  });
+}
+
+}  // namespace headrace
