@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from pathlib import Path
 
@@ -54,3 +55,23 @@ def physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
         except OSError:
             cores.add(str(cpu))
     return len(cores)
+
+
+def processor_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Processors' worth of time that the control groups (version 2) of this process are given, as containers are; infinite if all there is.
+
+    Threads beyond it are worse than none: together they use it up, and then all of them are stopped for the rest of a period.
+    """
+    quota = math.inf
+    try:
+        name = next(line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return quota
+    for group in (root / name, *(root / name).parents):
+        try:
+            given, period = (group / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if given != "max":
+            quota = min(quota, int(given) / int(period))
+    return quota

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 from headrace.native import NativeLibraryError, library
 from headrace.native.memory import allocate
-from headrace.native.pool import TASK, Pool, physical_cores
+from headrace.native.pool import TASK, Pool, physical_cores, processor_quota
 
 
 def run(pool: Pool, count: int, task) -> int:
@@ -153,6 +154,29 @@ def test_cores_that_run_two_threads_count_once(tmp_path):
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text("0-1023\n")
     assert physical_cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 50000"}, 3.0),
+        ("0::/a/b", {"a/b/cpu.max": "100000 100000", "a/cpu.max": "max 100000"}, 1.0),
+        ("0::/a", {"a/cpu.max": "max 100000"}, math.inf),
+        ("0::/a", {}, math.inf),
+        ("0::/a", {"a/cpu.max": ""}, math.inf),
+        ("3:cpu:/a\n0::/b", {"a/cpu.max": "100000 100000"}, math.inf),
+        ("3:cpu:/a", {"a/cpu.max": "100000 100000", "cpu.max": "100000 100000"}, math.inf),
+    ],
+)
+def test_processor_time_that_a_container_is_given(tmp_path, group, files, quota):
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    own.write_text(group + "\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert processor_quota(own, root) == quota
+    assert processor_quota(tmp_path / "none", root) == math.inf
 
 
 @pytest.mark.parametrize("size", [1, 4096, 100_000, 2 << 20, (5 << 20) + 123])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 from headrace.engine.base import SingleRank
 from headrace.engine.runners import native_group
-from headrace.engine.runners.native_group import RankSums
+from headrace.engine.runners.native_group import RankSums, default_threads
 from tests.threaded import ThreadRank, ThreadWorld
 
 SUM = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -139,3 +140,26 @@ def test_a_rank_that_ends_lets_the_others_go(world):
         return sum_inside_a_step(sums, np.zeros(4, np.float32))
 
     assert everywhere(world, work) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "processors", "cores", "quota", "threads"),
+    [
+        ("aaa", [range(9), range(9), range(9)], 9, math.inf, [3, 3, 3]),
+        ("aab", [range(8), range(8), range(8)], 8, math.inf, [4, 4, 8]),
+        ("aaa", [range(4), range(4, 8), range(2, 6)], 4, math.inf, [2, 2, 1]),
+        ("aaa", [range(2), range(2), range(2)], 2, math.inf, [1, 1, 1]),
+        ("abc", [range(8), range(8), range(8)], 8, 2.5, [2, 2, 2]),
+        ("abc", [range(8), range(8), range(8)], 8, 0.5, [1, 1, 1]),
+    ],
+)
+def test_ranks_share_the_cores_that_they_may_use(world, monkeypatch, hosts, processors, cores, quota, threads):
+    monkeypatch.setattr(native_group, "_host", lambda: hosts[rank_of_thread()].encode())
+    monkeypatch.setattr(native_group.os, "sched_getaffinity", lambda _: set(processors[rank_of_thread()]))
+    monkeypatch.setattr(native_group, "physical_cores", lambda: cores)
+    monkeypatch.setattr(native_group, "processor_quota", lambda: quota)
+    assert world.run(lambda rank: default_threads(world.ranks[rank])) == threads
+
+
+def rank_of_thread() -> int:
+    return int(threading.current_thread().name.removeprefix("rank-").partition("_")[0])

@@ -20,6 +20,7 @@ import numpy as np
 from headrace.engine.base import Collectives
 from headrace.native import NativeLibraryError
 from headrace.native.group import SharedGroup, group_bytes
+from headrace.native.pool import physical_cores, processor_quota
 
 log = logging.getLogger("headrace.engine")
 
@@ -41,6 +42,21 @@ class _Place(msgspec.Struct, frozen=True):
     process: int
     descriptor: int
     nonce: bytes
+
+
+def default_threads(collectives: Collectives) -> int:
+    """Threads of a rank if nobody says how many: its share of the cores that it may use, with the ranks that may use them too.
+
+    Every rank of the world calls it at the same time.
+    """
+    own = sorted(os.sched_getaffinity(0))
+    host = _host()
+    ranks = [
+        msgspec.msgpack.decode(data, type=tuple[bytes, list[int]]) for data in collectives.gather_bytes(msgspec.msgpack.encode((host, own)))
+    ]
+    sharing = sum(1 for other, cpus in ranks if other == host and not set(own).isdisjoint(cpus))
+    cores = min(physical_cores(), processor_quota())
+    return max(1, int(cores) // max(1, sharing))
 
 
 class RankSums:
