@@ -93,9 +93,10 @@ struct HeadraceRows {
 HEADRACE_API int32_t headrace_block_format(int32_t gguf_type, HeadraceFormat* out);
 // Bytes of a matrix; below 1: no such format or size.
 HEADRACE_API int64_t headrace_matrix_bytes(const HeadraceFormat* format, int64_t rows, int64_t columns);
-// Blocks as files have them, [rows][row bytes] and so raw_bytes in all, and float32 [rows][columns] to a matrix (pack.h). Below 1: not possible.
+// Columns [begin, end) of blocks as files have them, [rows][row bytes] and so raw_bytes in all, and float32 [rows][columns] to a matrix (pack.h).
+// Below 1: not possible.
 HEADRACE_API int32_t headrace_pack_blocks(headrace::Pool* pool, int32_t gguf_type, const uint8_t* raw, int64_t raw_bytes, int64_t rows,
-                                          int64_t columns, uint8_t* out);
+                                          int64_t columns, int64_t begin, int64_t end, uint8_t* out);
 HEADRACE_API int32_t headrace_pack_floats(headrace::Pool* pool, const HeadraceFormat* format, const float* values, int64_t rows, int64_t columns,
                                           uint8_t* out);
 // The kernels of the named instruction set (kernels.h), in the calling thread, for tests and measurements. Below 1: not possible.
@@ -103,3 +104,4 @@ HEADRACE_API int32_t headrace_multiply(const char* set, const HeadraceMatrix* ma
                                        const float* bias, float* out, int64_t out_stride, int32_t accumulate);
 HEADRACE_API int32_t headrace_read_row(const char* set, const HeadraceMatrix* matrix, int64_t index, float* out);
 HEADRACE_API int32_t headrace_quantize(const char* set, const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums);
+HEADRACE_API int32_t headrace_quantize_weights(const char* set, const float* x, int64_t count, int32_t bits, int8_t* quants, uint16_t* scale);

@@ -48,14 +48,14 @@ int64_t headrace_matrix_bytes(const HeadraceFormat* format, int64_t rows, int64_
 }
 
 int32_t headrace_pack_blocks(Pool* pool, int32_t gguf_type, const uint8_t* raw, int64_t raw_bytes, int64_t rows, int64_t columns,
-                             uint8_t* out) {
+                             int64_t begin, int64_t end, uint8_t* out) {
   return guarded([&] {
     const BlockType& type = block_type(gguf_type);
     matrix_bytes(type.format, rows, columns);
     if (raw_bytes != rows * (columns / type.weights) * type.bytes)
       throw std::invalid_argument(std::to_string(raw_bytes) + " bytes are not the blocks of " + std::to_string(rows) + " rows of " +
                                   std::to_string(columns) + " columns");
-    pack_blocks(*pool, type, raw, rows, columns, out);
+    pack_blocks(*pool, type, raw, rows, columns, begin, end, out);
     return 1;
   });
 }
@@ -95,6 +95,15 @@ int32_t headrace_quantize(const char* set, const float* x, int64_t columns, int8
   return guarded([&] {
     if (columns < 0) throw std::invalid_argument(std::to_string(columns) + " columns");
     kernels(set).quantize(x, columns, values, scales, sums);
+    return 1;
+  });
+}
+
+int32_t headrace_quantize_weights(const char* set, const float* x, int64_t count, int32_t bits, int8_t* quants, uint16_t* scale) {
+  return guarded([&] {
+    if (count < 1 || count > kBlock) throw std::invalid_argument(std::to_string(count) + " weights do not share a scale: 1 to 32 do");
+    if (bits != 4 && bits != 8) throw std::invalid_argument("weights are quantised to 4 or 8 bits, not to " + std::to_string(bits));
+    kernels(set).quantize_weights(x, count, bits, quants, scale);
     return 1;
   });
 }

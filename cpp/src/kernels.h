@@ -106,6 +106,13 @@ struct Kernels {
   // (x * (1 / scale)), or 0 where the scale is. Where the row is not finite values are 0 and the scale is NaN, so that products are NaN, too.
   void (*quantize)(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums);
 
+  // Weights x [count] that share a scale, at most kBlock of them, to quants in [-127, 127] of 8 bits or [-8, 7] of 4, and that scale, float16.
+  //   8 bits: scale = max |x| / 127
+  //   4 bits: of 19 scales, which put the largest number at -8.9, -8.8, ... -7.1, the quants that each gives, and the scale that is best for
+  //           these, sum(x q) / sum(q q): the one with the least squared error (make_qx_quants of ggml, ggml-quants.c)
+  // then q = x / scale, to the nearest that there is. If not all x are finite, or the scale is beyond float16, it is NaN.
+  void (*quantize_weights)(const float* x, int64_t count, int32_t bits, int8_t* quants, uint16_t* scale);
+
   // out = x / sqrt(mean(x²) + eps) * weight; out may be x. Sum of squares: lanes of fma over columns i, i + 16, ...
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
 

@@ -5,6 +5,7 @@
 #include "attention.inl"
 #include "linear.inl"
 #include "sampling.inl"
+#include "weights.inl"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -16,6 +17,7 @@ inline Kernels make_kernels(const char* name) {
   fill_attention(table);
   fill_linear(table);
   fill_sampling(table);
+  fill_weights(table);
   return table;
 }
 

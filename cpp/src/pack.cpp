@@ -5,8 +5,10 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "half.h"
+#include "kernels.h"
 #include "pool.h"
 
 namespace headrace {
@@ -56,6 +58,19 @@ void write_block(const Format& format, const Segment* rows, uint8_t* out) {
   std::memcpy(out + format.quant_bytes(), numbers, format.block_bytes() - format.quant_bytes());
 }
 
+// Columns [column, column + kBlock) of a row, from a group's beginning on; those from `end` on are padding.
+Segment cut(const Segment* row, int64_t column, int64_t end, int64_t group) {
+  Segment part = {};
+  for (int64_t at = 0; at < kBlock && column + at < end; at += group) {
+    const Segment& source = row[(column + at) / kBlock];
+    const int64_t from = (column + at) % kBlock;
+    std::memcpy(part.quants + at, source.quants + from, std::min(group, end - column - at));
+    part.scales[at / group] = source.scales[from / group];
+    part.mins[at / group] = source.mins[from / group];
+  }
+  return part;
+}
+
 // The float16 next to x / steps, or the one above it where x would be more than half a step beyond the last.
 uint16_t scale_of(float x, float steps) {
   const uint16_t scale = float_to_half(x / steps);
@@ -64,13 +79,23 @@ uint16_t scale_of(float x, float steps) {
 
 // `count` numbers of one group, the rest of it padding.
 void quantize_group(const Format& format, const float* values, int64_t count, uint8_t* quants, uint16_t* scale_bits, uint16_t* min_bits) {
+  if (format.bits == 8 || (format.bits == 4 && format.offset == 8)) {
+    static const Kernels* const kernels = [] {
+      int64_t number;
+      return available_kernels(&number)[0];
+    }();
+    *min_bits = 0;
+    kernels->quantize_weights(values, count, format.bits, reinterpret_cast<int8_t*>(quants), scale_bits);
+    for (int64_t i = 0; i < count; ++i) quants[i] = uint8_t(quants[i] + format.offset);
+    return;
+  }
   float low = values[0], high = values[0];
   bool finite = true;
   for (int64_t i = 0; i < count; ++i) {
     low = std::min(low, values[i]), high = std::max(high, values[i]);
     finite = finite && std::isfinite(values[i]);
   }
-  const int32_t last = format.bits == 8 ? 127 : (1 << format.bits) - 1, first = format.bits == 8 ? -127 : 0;
+  const int32_t last = (1 << format.bits) - 1;
   const float extreme = -low > high ? low : high;
   if (format.has_min) {
     *min_bits = float_to_half(low);
@@ -78,13 +103,13 @@ void quantize_group(const Format& format, const float* values, int64_t count, ui
     *scale_bits = scale_of(high - low, float(last));
   } else {
     *min_bits = 0, low = 0;
-    *scale_bits = format.bits == 8 ? scale_of(std::fabs(extreme), 127) : scale_of(extreme, -float(format.offset));
+    *scale_bits = scale_of(extreme, -float(format.offset));
   }
   const float scale = half_to_float(*scale_bits), inverse = scale == 0 ? 0 : 1 / scale;
   if (!finite || !std::isfinite(scale) || !std::isfinite(low)) *scale_bits = 0x7E00;  // NaN
   for (int64_t i = 0; i < count; ++i) {
     const float code = finite ? std::nearbyint((values[i] - low) * inverse) + float(format.offset) : 0;
-    quants[i] = uint8_t(int32_t(std::min(std::max(code, float(first)), float(last))));
+    quants[i] = uint8_t(int32_t(std::min(std::max(code, 0.0f), float(last))));
   }
 }
 
@@ -136,23 +161,31 @@ int64_t matrix_bytes(const Format& format, int64_t rows, int64_t columns) {
   return Matrix{format, rows, columns}.bytes();
 }
 
-void pack_blocks(Pool& pool, const BlockType& type, const uint8_t* raw, int64_t rows, int64_t columns, uint8_t* out) {
-  matrix_bytes(type.format, rows, columns);
+void pack_blocks(Pool& pool, const BlockType& type, const uint8_t* raw, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t* out) {
   if (columns % type.weights)
     throw wrong("rows of " + std::to_string(columns) + " columns are no whole blocks of " + std::to_string(type.weights));
+  const Format& format = type.format;
+  if (begin < 0 || begin % format.group || begin >= end || end > columns)
+    throw wrong("columns " + std::to_string(begin) + " to " + std::to_string(end) + " of " + std::to_string(columns) +
+                " do not begin with a group of " + std::to_string(format.group));
+  matrix_bytes(format, rows, end - begin);
   const int64_t row_bytes = columns / type.weights * type.bytes, segments = type.weights / kBlock;
-  const Matrix matrix{type.format, rows, columns};
-  pool.run(matrix.panels(), [&](int64_t panel, int64_t) {
-    constexpr int64_t kMostSegments = 8;
-    Segment decoded[kPanel][kMostSegments] = {}, one[kPanel];
-    uint8_t* block_out = out + panel * type.format.panel_bytes(columns);
+  const int64_t first_block = begin / type.weights, last_block = (end + type.weights - 1) / type.weights;
+  const int64_t width = (last_block - first_block) * segments;
+  const Matrix matrix{format, rows, end - begin};
+  std::vector<Segment> room(pool.threads() * kPanel * width);
+  pool.run(matrix.panels(), [&](int64_t panel, int64_t slot) {
+    Segment* decoded = room.data() + slot * kPanel * width;
     const int64_t first = panel * kPanel, count = std::min(kPanel, rows - first);
-    for (int64_t block = 0; block < columns / type.weights; ++block) {
-      for (int64_t row = 0; row < count; ++row) type.decode(raw + (first + row) * row_bytes + block * type.bytes, decoded[row]);
-      for (int64_t segment = 0; segment < segments; ++segment, block_out += type.format.block_bytes()) {
-        for (int64_t row = 0; row < kPanel; ++row) one[row] = decoded[row][segment];
-        write_block(type.format, one, block_out);
-      }
+    for (int64_t row = 0; row < count; ++row)
+      for (int64_t block = first_block; block < last_block; ++block)
+        type.decode(raw + (first + row) * row_bytes + block * type.bytes, decoded + row * width + (block - first_block) * segments);
+    uint8_t* block_out = out + panel * format.panel_bytes(end - begin);
+    const int64_t origin = first_block * type.weights;
+    for (int64_t column = begin - origin; column < end - origin; column += kBlock, block_out += format.block_bytes()) {
+      Segment one[kPanel] = {};
+      for (int64_t row = 0; row < count; ++row) one[row] = cut(decoded + row * width, column, end - origin, format.group);
+      write_block(format, one, block_out);
     }
   });
 }

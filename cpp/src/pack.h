@@ -33,13 +33,13 @@ void check_format(const Format& format);
 // Bytes of such a matrix; throws invalid_argument for a format or a size that cannot be.
 int64_t matrix_bytes(const Format& format, int64_t rows, int64_t columns);
 
-// raw [rows][columns / type.weights][type.bytes] to out, matrix_bytes of type.format; all bytes of it are written. Threads share the panels.
-// Throws invalid_argument.
-void pack_blocks(Pool& pool, const BlockType& type, const uint8_t* raw, int64_t rows, int64_t columns, uint8_t* out);
+// Columns [begin, end) of raw [rows][columns / type.weights][type.bytes] to out, matrix_bytes of type.format; all bytes of it are written. They
+// may begin and end inside a block, but must begin with one of its groups. Threads share the panels. Throws invalid_argument.
+void pack_blocks(Pool& pool, const BlockType& type, const uint8_t* raw, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t* out);
 
 // values [rows][columns] to out, matrix_bytes of format. Rounded to the nearest, halves to even; quantised, by group:
-//   8 bits:           scale = max |w| / 127
-//   offset:           scale = -(the w of the greatest magnitude) / offset, so that this one is met exactly (as GGUF's Q4_0)
+//   8 bits; 4, offset 8: as Kernels::quantize_weights
+//   another offset:   scale = -(the w of the greatest magnitude) / offset, so that this one is met exactly (as GGUF's Q4_0)
 //   minimum:          min = least w, scale = (greatest - least) / greatest code (as GGUF's Q4_1)
 // A group that is not finite, or whose scale is beyond float16, has products that are NaN. Throws invalid_argument.
 void pack_floats(Pool& pool, const Format& format, const float* values, int64_t rows, int64_t columns, uint8_t* out);

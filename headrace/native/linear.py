@@ -110,13 +110,20 @@ def matrix_bytes(format: Format, rows: int, columns: int) -> int:
     return int(_check(_functions().headrace_matrix_bytes(ctypes.byref(format), rows, columns)))
 
 
-def pack_blocks(pool: Pool, gguf_type: int, raw: Bytes, columns: int, out: Bytes | None = None) -> Matrix:
-    """GGUF blocks, uint8 [rows, ...] of whole rows, as a matrix in ``out`` (else in memory of its own). Raises ValueError."""
+def pack_blocks(
+    pool: Pool, gguf_type: int, raw: Bytes, columns: int, out: Bytes | None = None, *, span: tuple[int, int] | None = None
+) -> Matrix:
+    """GGUF blocks, uint8 [rows, ...] of whole rows, as a matrix in ``out`` (else in memory of its own). Raises ValueError.
+
+    ``span``: the columns to take, else all; they may end anywhere, and begin inside a block, with one of its groups (``Format.group``).
+    """
     raw = np.ascontiguousarray(raw)
     format = block_format(gguf_type)
-    out = _room(format, len(raw), columns, out)
-    _check(_functions().headrace_pack_blocks(pool.handle, gguf_type, raw.ctypes.data, raw.nbytes, len(raw), columns, out.ctypes.data))
-    return Matrix(format, len(raw), columns, out)
+    begin, end = span or (0, columns)
+    out = _room(format, len(raw), end - begin, out)
+    sizes = (raw.nbytes, len(raw), columns, begin, end)
+    _check(_functions().headrace_pack_blocks(pool.handle, gguf_type, raw.ctypes.data, *sizes, out.ctypes.data))
+    return Matrix(format, len(raw), end - begin, out)
 
 
 def pack_floats(pool: Pool, format: Format, values: Float32, out: Bytes | None = None) -> Matrix:
@@ -181,6 +188,14 @@ def read_row(isa: bytes, matrix: Matrix, index: int) -> Float32:
     return out
 
 
+def quantize_weights(isa: bytes, values: Float32, bits: int) -> tuple[npt.NDArray[np.int8], np.float16]:
+    """Weights [n] that share a scale, n at most 32, as quants and that scale. Raises ValueError for another n or number of bits."""
+    values = np.ascontiguousarray(values, np.float32)
+    quants, scale = np.zeros(len(values), np.int8), np.zeros(1, np.float16)
+    _check(_functions().headrace_quantize_weights(isa, values.ctypes.data, len(values), bits, quants.ctypes.data, scale.ctypes.data))
+    return quants, scale[0]
+
+
 def _room(format: Format, rows: int, columns: int, out: Bytes | None) -> Bytes:
     size = matrix_bytes(format, rows, columns)
     if out is None:
@@ -203,9 +218,10 @@ def _functions() -> ctypes.CDLL:
     functions.headrace_block_format.argtypes = [number, pointer]
     functions.headrace_matrix_bytes.argtypes = [pointer, size, size]
     functions.headrace_matrix_bytes.restype = size
-    functions.headrace_pack_blocks.argtypes = [pointer, number, pointer, size, size, size, pointer]
+    functions.headrace_pack_blocks.argtypes = [pointer, number, pointer, size, size, size, size, size, pointer]
     functions.headrace_pack_floats.argtypes = [pointer, pointer, pointer, size, size, pointer]
     functions.headrace_multiply.argtypes = [ctypes.c_char_p, pointer, pointer, size, size, pointer, pointer, size, number]
     functions.headrace_read_row.argtypes = [ctypes.c_char_p, pointer, size, pointer]
     functions.headrace_quantize.argtypes = [ctypes.c_char_p, pointer, size, pointer, pointer, pointer]
+    functions.headrace_quantize_weights.argtypes = [ctypes.c_char_p, pointer, size, number, pointer, pointer]
     return functions
