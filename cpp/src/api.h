@@ -14,6 +14,24 @@ HEADRACE_API const char* headrace_instruction_set();
 // Of this thread's last failure.
 HEADRACE_API const char* headrace_error();
 
+namespace headrace {
+class Pool;
+class Decoder;
+struct DecoderSpec;
+struct Plan;
+struct Moment;
+}  // namespace headrace
+// A decoder over memory and a pool that must outlive it; null if the specification contradicts itself. instruction_set: null: the one in use.
+HEADRACE_API headrace::Decoder* headrace_decoder_create(const headrace::DecoderSpec* spec, int64_t spec_bytes, headrace::Pool* pool,
+                                                        const char* instruction_set);
+HEADRACE_API void headrace_decoder_destroy(headrace::Decoder* decoder);
+// One step, see Decoder::step. Below 1: nothing was computed, or what was computed is of no use.
+HEADRACE_API int32_t headrace_decoder_step(headrace::Decoder* decoder, const headrace::Plan* plan, const float* in, float* out);
+// From now on each step writes when its parts ran; null: none does.
+HEADRACE_API void headrace_decoder_record(headrace::Decoder* decoder, headrace::Moment* moments, int64_t capacity);
+// How many moments the last step wrote.
+HEADRACE_API int64_t headrace_decoder_recorded(const headrace::Decoder* decoder);
+
 // A block of zeroed memory (memory.h), which the system gives page by page; null if there is none of that size.
 HEADRACE_API void* headrace_memory_allocate(int64_t bytes);
 // Give it back, with the size that it has.

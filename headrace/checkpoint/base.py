@@ -85,6 +85,14 @@ class Checkpoint(ABC):
         """
         raise ValueError(f"{name} has no blocks")
 
+    def type_name(self, name: str) -> str:
+        """Type that it is stored in, a name of ``checkpoint.quantization.TENSOR_TYPES``: "F32", "BF16", "Q4_1".
+
+        Raises ModelError if there is no such tensor, or if its type cannot be read.
+        """
+        self.nbytes(name)
+        return "F32"
+
     @abstractmethod
     def close(self) -> None:
         """Give the mapping back. Arrays already handed out stay valid. May be called again."""

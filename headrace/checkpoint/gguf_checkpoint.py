@@ -53,6 +53,11 @@ class GGUFCheckpoint(Checkpoint):
         assert info.type is not None
         return info.type.name if len(info.shape) == 2 and info.type.block_size > 1 else None
 
+    def type_name(self, name: str) -> str:
+        info = self._file.check_readable(self._source(name))
+        assert info.type is not None
+        return info.type.name
+
     def blocks(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Blocks:
         return self._file.blocks(self._source(name), rows, columns, order=self._order(name))
 

@@ -45,6 +45,11 @@ class HuggingFaceCheckpoint(Checkpoint):
     def nbytes(self, name: str) -> int:
         return self._home(name).check_readable(name).nbytes
 
+    def type_name(self, name: str) -> str:
+        info = self._home(name).check_readable(name)
+        assert info.type is not None
+        return info.type.name
+
     def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> npt.NDArray[np.float32]:
         return self._home(name).read(name, rows, columns)
 

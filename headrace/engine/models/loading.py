@@ -41,6 +41,17 @@ class ShardReader:
         weights += self._offset
         return weights
 
+    def shape(self, weight: Weight) -> tuple[int, int]:
+        """Rows and columns of this rank's share of a matrix."""
+        rows, columns = self._checkpoint.shape(weight.name)
+        first, last = self._shard.rows(weight) or (0, rows)
+        begin, end = self._shard.columns(weight) or (0, columns)
+        return last - first, end - begin
+
+    def type_name(self, weight: Weight) -> str:
+        """Type that it is stored in; see ``Checkpoint.type_name``."""
+        return self._checkpoint.type_name(weight.name)
+
     def block_type(self, weight: Weight) -> str | None:
         """Type of the blocks of a quantised matrix; None: it is none, or the rank's share of its columns is none of whole blocks."""
         kind, columns = self._checkpoint.block_type(weight.name), self._shard.columns(weight)

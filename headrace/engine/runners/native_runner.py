@@ -1,0 +1,107 @@
+"""The forward pass in the native library: executes step plans over one rank's share of a decoder, with a paged KV cache, on CPUs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+from headrace.checkpoint import Checkpoint, ModelConfig
+from headrace.config import EngineConfig
+from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
+from headrace.engine.kv_cache import cache_limits
+from headrace.engine.models.stage import Stage
+from headrace.engine.pipeline import Pipeline
+from headrace.engine.plan import StepPlan
+from headrace.engine.runners.native_decoder import NativeDecoder
+from headrace.engine.runners.native_group import RankSums
+from headrace.engine.step_trace import StepTrace
+from headrace.errors import ModelError
+from headrace.native import NativeLibraryError, instruction_set
+from headrace.native.pool import Pool
+
+log = logging.getLogger("headrace.engine")
+
+
+class NativeRunner:
+    """Implements ``model_engine.ModelRunner``; its attributes are described there. What a row gets does not depend on its batch."""
+
+    max_loras = 0
+    max_candidates = 0
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, collectives: Collectives, progress: ProgressHook) -> None:
+        """Load its share, among all ranks. Raises ModelError if the model, its split or its context is not possible."""
+        self.limits = cache_limits(config, checkpoint.config.max_seq_len)
+        self.model_name = checkpoint.name
+        self.model_config: ModelConfig = checkpoint.config
+        self._pipeline = pipeline = Pipeline(config, collectives)
+        place = pipeline.place
+        try:
+            self._pool = Pool(config.num_threads or max(1, len(os.sched_getaffinity(0)) // collectives.size))
+        except NativeLibraryError as error:
+            raise ModelError(f"num_threads={config.num_threads}: {error}") from None
+        self._sums = RankSums(pipeline.group)
+        try:
+            self._decoder = NativeDecoder(
+                checkpoint,
+                Stage.of(checkpoint.config, place.stage, place.pipeline_parallel_size),
+                pipeline.group,
+                config,
+                self._pool,
+                self._sums,
+                progress,
+                num_blocks=self.limits.num_blocks,
+                max_seq_len=self.limits.max_seq_len,
+            )
+        except BaseException:
+            self._sums.close()
+            self._pool.close()
+            raise
+        self.dtype, self.quantization = self._decoder.dtype, self._decoder.quantization
+        self.versions = {"instruction set": instruction_set()}
+        # While a profile is taken.
+        self._trace: StepTrace | None = None
+        self._steps = 0
+        log.info("rank %d computes with %d threads, %s", collectives.rank, self._pool.threads, self.versions["instruction set"])
+
+    def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
+        """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
+        began = time.time_ns()
+        logits = self._execute(StepPlan.from_arrays(arrays))
+        if self._trace is not None:
+            self._trace.add(self._steps, began, self._decoder.recorded())
+        self._steps += 1
+        return logits
+
+    def _execute(self, plan: StepPlan) -> Float32 | None:
+        decoder, pipeline, rows = self._decoder, self._pipeline, len(plan.samples)
+        x = None if decoder.stage.is_first else pipeline.receive(len(plan.tokens), decoder.hidden_size)
+        out = decoder.step(plan, x)
+        if not decoder.stage.is_last:
+            pipeline.send(out)
+        logits = decoder.gather_logits(out) if decoder.stage.is_last and rows else None
+        return pipeline.bring_logits(logits, rows, self.model_config.vocab_size)
+
+    def take_failed_adapters(self) -> dict[int, str]:
+        """It runs none."""
+        return {}
+
+    def start_profile(self) -> None:
+        """See ``base.Runner``: begin and end of each step, and of its parts in every layer."""
+        self._trace = StepTrace(self._pipeline.world.rank)
+        self._decoder.record(on=True)
+
+    def stop_profile(self, path: str | None) -> None:
+        """See ``base.Runner``."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            self._decoder.record(on=False)
+            if path is not None:
+                trace.write(path)
+
+    def close(self) -> None:
+        """Drop weights and cache, and end the threads. May be called again."""
+        self._decoder.close()
+        self._sums.close()
+        self._pool.close()

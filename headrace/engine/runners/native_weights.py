@@ -1,0 +1,121 @@
+"""Weights of one rank in the layout of the native library, all in one block of memory, which has huge pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from headrace.checkpoint.quantization import TENSOR_TYPES
+from headrace.config import DType, Quantization
+from headrace.engine.base import Float32
+from headrace.engine.models.decoder import DecoderFamily, Weight
+from headrace.engine.models.loading import ShardReader
+from headrace.errors import ModelError
+from headrace.native import linear
+from headrace.native.linear import Format, Matrix
+from headrace.native.memory import allocate
+from headrace.native.pool import Pool
+
+#: matrices begin on such a boundary
+ALIGNMENT = 64
+
+FLOATS = {
+    "float32": linear.plain(linear.FLOAT32),
+    "float16": linear.plain(linear.FLOAT16),
+    "bfloat16": linear.plain(linear.BFLOAT16),
+}
+#: types of checkpoints that are no blocks
+TYPES: dict[str, Literal["float32", "float16", "bfloat16"]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: types of blocks
+NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
+#: of what is quantised while it is loaded
+QUANTIZED = {"int8": linear.quantized(8), "int4": linear.quantized(4, offset=8)}
+#: of matrices whose share on a rank is no whole blocks, and of embedding and head beside int4 projections
+FINE = QUANTIZED["int8"]
+
+
+class Stored(NamedTuple):
+    """What becomes of a matrix.
+
+    Attributes:
+        format: how it is stored.
+        name: of its type.
+        blocks: number of the type of the file's blocks, which are packed as they are; None: floats are.
+    """
+
+    format: Format
+    name: str
+    blocks: int | None = None
+
+
+class NativeWeights:
+    """Matrices, each packed once.
+
+    Attributes:
+        quantization: the type that most of the layers' matrices are stored in; "none": none is quantised.
+        dtype: the same of those that are not quantised, or what is computed in.
+    """
+
+    def __init__(
+        self, reader: ShardReader, family: DecoderFamily, weights: Sequence[Weight], dtype: DType, quantization: Quantization, pool: Pool
+    ) -> None:
+        """Take memory for ``weights``, of which those that are matrices can be asked for. Raises ModelError if there is not so much."""
+        self._reader = reader
+        self._pool = pool
+        coarse = {family.embedding.name, family.head.name}
+        self._stored = {
+            weight: _stored(reader, weight, dtype, "int8" if quantization == "int4" and weight.name in coarse else quantization)
+            for weight in dict.fromkeys(weights)
+            if not weight.vector
+        }
+        self._offsets: dict[Weight, int] = {}
+        size = 0
+        for weight, stored in self._stored.items():
+            self._offsets[weight] = size
+            nbytes = linear.matrix_bytes(stored.format, *reader.shape(weight))
+            size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        try:
+            self._memory = allocate(size)
+        except MemoryError:
+            raise ModelError(f"this machine has no {size / (1 << 30):.2f} GiB for the weights") from None
+        self._packed: dict[Weight, Matrix] = {}
+        names = Counter(stored.name for weight, stored in self._stored.items() if weight.name not in coarse)
+        most = names.most_common(1)[0][0]
+        self.dtype, self.quantization = (most, "none") if most in FLOATS else ("float32", most)
+
+    def matrix(self, weight: Weight) -> Matrix:
+        """This rank's share of a matrix."""
+        if (found := self._packed.get(weight)) is not None:
+            return found
+        rows, columns = self._reader.shape(weight)
+        stored, offset = self._stored[weight], self._offsets[weight]
+        out = self._memory[offset : offset + linear.matrix_bytes(stored.format, rows, columns)]
+        if stored.blocks is not None:
+            packed = linear.pack_blocks(self._pool, stored.blocks, self._reader.blocks(weight), columns, out)
+        else:
+            packed = linear.pack_floats(self._pool, stored.format, self._reader.read(weight), out)
+        self._packed[weight] = packed
+        return packed
+
+    def norm(self, weight: Weight) -> Float32:
+        """What a norm multiplies by."""
+        return self._reader.read_norm(weight)
+
+    def vector(self, *weights: Weight) -> Float32:
+        """These one after the other."""
+        return self._reader.read(*weights)
+
+
+def _stored(reader: ShardReader, weight: Weight, dtype: DType, quantization: Quantization) -> Stored:
+    if quantization in ("int8", "int4"):
+        return Stored(QUANTIZED[quantization], quantization)
+    name = reader.type_name(weight)
+    if quantization == "auto" and name not in TYPES:
+        try:
+            found = linear.block_format(NUMBERS[name])
+        except ValueError:
+            return Stored(FINE, "int8")
+        return Stored(FINE, "int8") if reader.block_type(weight) is None else Stored(found, name, NUMBERS[name])
+    kind = TYPES.get(name, "float32") if dtype == "auto" else dtype
+    return Stored(FLOATS[kind], kind)
