@@ -11,7 +11,7 @@ from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.quantization import BLOCK_SIZES
 from headrace.engine.base import Float32, ProgressHook
 from headrace.engine.models.decoder import Axis, DecoderFamily, Weight
-from headrace.engine.models.shard import Shard
+from headrace.engine.models.shard import Shard, Span
 from headrace.engine.models.stage import Stage
 
 
@@ -64,6 +64,18 @@ class ShardReader:
         raw = self._checkpoint.blocks(weight.name, rows=self._shard.rows(weight), columns=self._shard.columns(weight)).raw
         self._count(weight)
         return raw
+
+    def span(self, weight: Weight) -> Span:
+        """Columns of this rank's share of a matrix."""
+        return self._shard.columns(weight) or (0, self._checkpoint.shape(weight.name)[1])
+
+    def blocks_around(self, weight: Weight) -> tuple[npt.NDArray[np.uint8], Span]:
+        """The blocks that this rank's share of a quantised matrix lies in, as they are stored, and which of their columns it is."""
+        size, (begin, end) = BLOCK_SIZES[self.type_name(weight)], self.span(weight)
+        first, last = begin // size * size, -(-end // size) * size
+        raw = self._checkpoint.blocks(weight.name, rows=self._shard.rows(weight), columns=(first, last)).raw
+        self._count(weight)
+        return raw, (begin - first, end - first)
 
     def _slice(self, weight: Weight) -> Float32:
         array = self._checkpoint.tensor(weight.name, rows=self._shard.rows(weight), columns=self._shard.columns(weight))

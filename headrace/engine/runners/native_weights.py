@@ -31,7 +31,7 @@ TYPES: dict[str, Literal["float32", "float16", "bfloat16"]] = {"F32": "float32",
 NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
 #: of what is quantised while it is loaded
 QUANTIZED = {"int8": linear.quantized(8), "int4": linear.quantized(4, offset=8)}
-#: of matrices whose share on a rank is no whole blocks, and of embedding and head beside int4 projections
+#: of matrices whose share on a rank begins inside a group, and of embedding and head beside int4 projections
 FINE = QUANTIZED["int8"]
 
 
@@ -92,7 +92,9 @@ class NativeWeights:
         stored, offset = self._stored[weight], self._offsets[weight]
         out = self._memory[offset : offset + linear.matrix_bytes(stored.format, rows, columns)]
         if stored.blocks is not None:
-            packed = linear.pack_blocks(self._pool, stored.blocks, self._reader.blocks(weight), columns, out)
+            raw, span = self._reader.blocks_around(weight)
+            width = raw.shape[1] * TENSOR_TYPES[stored.blocks].block_size
+            packed = linear.pack_blocks(self._pool, stored.blocks, raw, width, out, span=span)
         else:
             packed = linear.pack_floats(self._pool, stored.format, self._reader.read(weight), out)
         self._packed[weight] = packed
@@ -116,6 +118,7 @@ def _stored(reader: ShardReader, weight: Weight, dtype: DType, quantization: Qua
             found = linear.block_format(NUMBERS[name])
         except ValueError:
             return Stored(FINE, "int8")
-        return Stored(FINE, "int8") if reader.block_type(weight) is None else Stored(found, name, NUMBERS[name])
+        # A share may begin inside a block, but not inside a group: there is no other scale for the half of one.
+        return Stored(FINE, "int8") if reader.span(weight)[0] % found.group else Stored(found, name, NUMBERS[name])
     kind = TYPES.get(name, "float32") if dtype == "auto" else dtype
     return Stored(FLOATS[kind], kind)
