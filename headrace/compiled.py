@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.engine.build.manifest import EngineManifest
 
 
-#: backend -> what is imported, and the names under which it may be installed
+#: backend -> what is imported, and the names under which it may be installed; the native library is a part of this package
 PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "onnxruntime": ("onnxruntime", ("onnxruntime",)),
     "tensorrt": ("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")),
@@ -72,7 +72,7 @@ def follow(manifest: EngineManifest, asked: Settings, folder: str | Path) -> Set
         tensor_parallel_size=manifest.tp,
         pipeline_parallel_size=manifest.pp,
         dtype=manifest.dtype,
-        quantization=manifest.quantization,
+        quantization="auto" if manifest.quantization == "stored" else manifest.quantization,
         max_batch_size=manifest.max_batch_size if asked.max_batch_size is None else asked.max_batch_size,
         max_seq_len=manifest.max_seq_len if asked.max_seq_len is None else asked.max_seq_len,
     )
@@ -89,7 +89,7 @@ class Here(NamedTuple):
     """What there is to run an engine with.
 
     Attributes:
-        version: of the backend's package; empty: nobody knows; None: it is not installed.
+        version: of the backend's package, or the native library's instruction set; empty: nobody knows; None: it is not there.
         capabilities: of the GPUs that this process may use, as ``8.9``.
         memory: bytes of memory that are free for use; None: unknown.
     """
@@ -104,7 +104,7 @@ def obstacles(manifest: EngineManifest, here: Here) -> list[str]:
     backend = manifest.backend
     if here.version is None:
         return [f"{backend} is not installed: {INSTALL[backend]}"]
-    if backend == "onnxruntime":
+    if backend in ("native", "onnxruntime"):
         return _memory(manifest, here.memory)
     found = []
     built = manifest.versions.get(backend)

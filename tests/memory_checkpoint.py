@@ -95,6 +95,7 @@ def write_folder(model: MemoryCheckpoint, folder: Path) -> Path:
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_token_ids),
+        "attention_bias": config.qkv_bias,
     }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))

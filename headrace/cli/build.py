@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from headrace.engine.build.manifest import EngineDType
 
 DTYPES: dict[str, EngineDType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+BACKENDS = ("native", "onnxruntime", "tensorrt", "tensorrt-rtx")
+DEFAULT_BACKEND = "onnxruntime"
 
 
 def dtype(text: str) -> str:
@@ -40,7 +42,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"a GGUF file, a Hugging Face folder or hub id (default: {DEFAULT_MODEL})")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the engine folder: empty, not there yet, or built before")
     group = parser.add_argument_group("engine")
-    group.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help=f"what runs it (default: {BACKENDS[0]}, on CPU)")
+    group.add_argument("--backend", choices=BACKENDS, default=DEFAULT_BACKEND, help=f"what runs it (default: {DEFAULT_BACKEND}, on CPU)")
     group.add_argument(
         "--tp", "--tensor-parallel-size", dest="tp", type=positive, default=1, metavar="N", help="ranks that share every layer (default: 1)"
     )
@@ -53,12 +55,17 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="N",
         help="stages that share the layers (default: 1)",
     )
-    group.add_argument("--dtype", type=dtype, metavar="TYPE", help="fp32, fp16 or bf16 (default: fp32 for onnxruntime, bf16 for TensorRT)")
+    group.add_argument(
+        "--dtype",
+        type=dtype,
+        metavar="TYPE",
+        help="fp32, fp16 or bf16 (default: as stored for native, fp32 for onnxruntime, bf16 for TensorRT)",
+    )
     group.add_argument(
         "--quantization",
         choices=get_args(Quantization),
         default="auto",
-        help="of the weights, for onnxruntime (default: auto: none)",
+        help="of the weights, on CPU (default: auto: as stored for native, none for onnxruntime)",
     )
     group.add_argument("--max-batch", type=positive, default=64, metavar="N", help="most sequences in one step (default: 64)")
     group.add_argument("--max-seq-len", type=positive, metavar="N", help="most tokens of prompt plus answer (default: the model's context)")
@@ -93,12 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         chunk=arguments.chunk,
         capabilities=tuple(arguments.capability),
     )
-    try:
-        from headrace.engine.build.compiler import build_model
-    except ModuleNotFoundError as error:
-        if error.name not in ("onnx", "ml_dtypes"):
-            raise
-        raise ModelError(f"headrace build needs {error.name}, which is not installed: pip install onnx") from None
+    build_model = builder(arguments.backend)
     bars = Bars()
     try:
         report = build_model(arguments.model, options, Path(arguments.output), force=arguments.force, progress=bars)
@@ -110,6 +112,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(as_text(report, arguments.output))
     return 0
+
+
+def builder(backend: str) -> Callable[..., BuildReport]:
+    """What builds for this backend: ``build_model`` or ``build_native``. Raises ModelError where what it needs is not there."""
+    if backend == "native":
+        from headrace.engine.build.native_build import build_native
+
+        return build_native
+    try:
+        from headrace.engine.build.compiler import build_model
+    except ModuleNotFoundError as error:
+        if error.name not in ("onnx", "ml_dtypes"):
+            raise
+        raise ModelError(f"headrace build for {backend} needs {error.name}, which is not installed: pip install onnx") from None
+    return build_model
 
 
 def warn_of_tokenizer(report: BuildReport, folder: Path) -> None:

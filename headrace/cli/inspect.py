@@ -17,6 +17,8 @@ from headrace.compiled import PACKAGES, Here, obstacles
 if TYPE_CHECKING:
     from headrace.engine.build.manifest import EngineManifest, EngineRank
 
+#: quantization in words, where it is not its name
+WEIGHTS = {"none": "not quantized", "stored": "as the checkpoint has them"}
 #: spans of a rank that people ask about
 SPANS = ("layers", "query_heads", "kv_heads", "mlp_columns", "vocabulary")
 
@@ -58,11 +60,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def look(manifest: EngineManifest) -> Here:
     """At this machine, for this engine; nothing is imported."""
-    module, names = PACKAGES[manifest.backend]
-    version = None if importlib.util.find_spec(module) is None else next(filter(None, map(_version, names)), "")
+    version = _instruction_set() if manifest.backend == "native" else _package(*PACKAGES[manifest.backend])
     amounts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     memory = int(amounts["MemAvailable"].split()[0]) * 1024
-    return Here(version, _gpus() if manifest.backend != "onnxruntime" else (), memory)
+    return Here(version, () if manifest.backend in ("native", "onnxruntime") else _gpus(), memory)
+
+
+def _package(module: str, names: tuple[str, ...]) -> str | None:
+    return None if importlib.util.find_spec(module) is None else next(filter(None, map(_version, names)), "")
+
+
+def _instruction_set() -> str | None:
+    from headrace.native import NativeLibraryError, instruction_set
+
+    try:
+        return instruction_set()
+    except NativeLibraryError:
+        return None
 
 
 def _version(distribution: str) -> str | None:
@@ -108,7 +122,9 @@ def as_text(manifest: EngineManifest, folder: Path, faults: list[str] | None, ag
     total = sum(file.nbytes for file in manifest.files())
     ranks = f"tp {manifest.tp}" + (f" x pp {manifest.pp}" if manifest.pp > 1 else "")
     for_gpus = (
-        "" if manifest.backend == "onnxruntime" else f", for compute capability {manifest.capability or 'any that TensorRT for RTX knows'}"
+        ""
+        if manifest.backend in ("native", "onnxruntime")
+        else f", for compute capability {manifest.capability or 'any that TensorRT for RTX knows'}"
     )
     facts = [
         ("folder", str(folder.absolute())),
@@ -119,7 +135,7 @@ def as_text(manifest: EngineManifest, folder: Path, faults: list[str] | None, ag
             f"KV heads of {config.head_dim}, MLP {config.intermediate_size}, vocabulary {config.vocab_size}",
         ),
         ("runs on", f"{manifest.backend}, {ranks}: {manifest.size} {'rank' if manifest.size == 1 else 'ranks'}{for_gpus}"),
-        ("numbers", f"{manifest.dtype}, weights {'not quantized' if manifest.quantization == 'none' else manifest.quantization}"),
+        ("numbers", f"{manifest.dtype}, weights {WEIGHTS.get(manifest.quantization, manifest.quantization)}"),
         ("graphs", manifest.flavour),
         ("limits", f"{manifest.max_batch_size} sequences of {manifest.max_seq_len} tokens, {manifest.chunk} of one in a step"),
         ("built", f"{manifest.created} by {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}"),

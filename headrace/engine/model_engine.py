@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from headrace.checkpoint import ModelConfig
+from headrace.checkpoint.resolve import is_engine_folder
 from headrace.config import EngineConfig, EngineFacts, Runner
 from headrace.engine.adapter_slots import AdapterSlots, without
 from headrace.engine.base import Broadcast, Collectives, EngineRequest, Float32, Int32, ProgressHook, StepOutputs
@@ -130,7 +131,8 @@ def _load_native_runner(config: EngineConfig, collectives: Collectives, progress
         module = importlib.import_module("headrace.engine.runners.native_runner")
     except ModuleNotFoundError as error:
         raise ModelError(f"runner 'native' is not part of headrace {__version__}: {error}") from None
-    with open_checkpoint(config.model) as checkpoint:
+    folder = is_engine_folder(config.model)
+    with contextlib.nullcontext() if folder else open_checkpoint(config.model) as checkpoint:
         runner: ModelRunner = module.NativeRunner(config, checkpoint, collectives, progress)
         return runner
 

@@ -263,7 +263,7 @@ def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path, monkeypatc
         ({"max_seq_len": 64, "chunk": 65}, "chunk 65 exceeds max-seq-len 64"),
         ({"max_batch_size": -3}, "max-batch is -3: it must be at least 1"),
         ({"capabilities": ("8.9",)}, "capability 8.9 is of GPUs, and onnxruntime runs on CPUs here"),
-        ({"backend": "openvino"}, "backend 'openvino' is none of onnxruntime, tensorrt, tensorrt-rtx"),
+        ({"backend": "openvino"}, "backend 'openvino' is none of native, onnxruntime, tensorrt, tensorrt-rtx"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_value_and_limit(options: dict[str, Any], words: str) -> None:
@@ -272,7 +272,7 @@ def test_what_cannot_be_built_is_refused_with_value_and_limit(options: dict[str,
 
 
 def test_quantized_plans_and_unknown_families_are_refused() -> None:
-    with pytest.raises(ModelError, match="quantization int4 is for onnxruntime; with tensorrt leave it out"):
+    with pytest.raises(ModelError, match="quantization int4 is for native and onnxruntime; with tensorrt leave it out"):
         resolve_target(BuildOptions(backend="tensorrt"), tiny_config(), "portable", "int4")
     with pytest.raises(ModelError, match=r"model family 'mamba' is not supported; supported: .*llama"):
         resolve_target(BuildOptions(), tiny_config(family="mamba"), "portable", "none")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ from headrace.checkpoint.resolve import PACKAGED
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.decoder_graph import write_rank_graph
 from headrace.engine.build.driver import BuildReport, build_engine
+from headrace.engine.build.fingerprints import source_digest
 from headrace.engine.build.flavours import OPS, choose_flavour
 from headrace.engine.build.folder import TIMING_CACHE
 from headrace.engine.build.graph import RankGraph
@@ -25,16 +25,6 @@ from headrace.engine.models import open_checkpoint
 
 #: modules whose source decides what is in a graph or a plan, in the package ``headrace``
 WRITERS = ("checkpoint/*.py", "engine/models/*.py", "engine/build/*.py")
-
-
-@cache
-def writer_digest() -> str:
-    """SHA-256 of the source of all that decides what is built: who changes it builds anew, whether or not a version says so."""
-    package = Path(__file__).parents[2]
-    hasher = hashlib.sha256()
-    for path in sorted(path for pattern in WRITERS for path in package.glob(pattern)):
-        hasher.update(path.name.encode() + path.read_bytes())
-    return hasher.hexdigest()
 
 
 def build_model(
@@ -82,7 +72,7 @@ class RankCompiler:
 
     def graph_fingerprint(self, rank: int, model_sha256: str) -> str:
         """See ``driver.Compiler``."""
-        basis = [model_sha256, self._target.specs[rank], writer_digest(), onnx.__version__]
+        basis = [model_sha256, self._target.specs[rank], source_digest(*WRITERS), onnx.__version__]
         return hashlib.sha256(msgspec.json.encode(basis)).hexdigest()
 
     def plan_fingerprint(self, rank: int, graph_fingerprint: str) -> str | None:

@@ -53,7 +53,7 @@ class Compiler(Protocol):
         """Size of its graph's weights, which is that of its plan too."""
 
     def write_graph(self, rank: int, folder: Path, stem: str, progress: ProgressHook) -> list[str]:
-        """Write ``STEM.onnx`` and what it refers to; the names. Raises ModelError, OSError."""
+        """Write the graph, or what the backend has in its place, and what it refers to; their names. Raises ModelError, OSError."""
 
     def write_plan(self, rank: int, graph: Path, progress: ProgressHook) -> str:
         """Put the plan of the graph in this file beside it, whole or not at all; its name. Raises ModelError, OSError."""
@@ -210,10 +210,10 @@ class _Build:
             names = compiler.write_graph(rank, place.work, stem, self._stage(f"rank {rank}: graph"))
             for name in names:
                 place.put(name)
-            files = [describe_file(place.path, name) for name in names]
+            graph, files = names[0], [describe_file(place.path, name) for name in names]
         else:
-            files = [file for file in old.values() if file.name != old_plan]
-        graph = next(file.name for file in files if file.name.endswith(".onnx"))
+            assert work.old is not None
+            graph, files = work.old.graph, [file for file in old.values() if file.name != old_plan]
         plan = None
         if wanted.plan is not None:
             if work.plan:

@@ -34,7 +34,7 @@ LOCK = ".headrace-build.lock"
 TIMING_CACHE = ".headrace-timing.cache"
 
 #: files that only a build of ours can have left
-OURS = re.compile(r"rank\d+\.(onnx|onnx\.data|plan|plan\.\d+\.part)")
+OURS = re.compile(r"rank\d+\.(onnx|onnx\.data|plan|plan\.\d+\.part|weights)")
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,11 +42,15 @@ MAX_RANKS = 4096
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 
-Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+Backend = Literal["native", "onnxruntime", "tensorrt", "tensorrt-rtx"]
+#: those that compute on CPUs, with the files of the build as they are; the others compile them further, for GPUs
+ON_CPU: tuple[Backend, ...] = ("native", "onnxruntime")
 EngineDType = Literal["float32", "float16", "bfloat16"]
-Quantization = Literal["none", "int8", "int4"]
-#: portable: standard operators, the same bytes for onnxruntime and TensorRT; serving: with onnxruntime's own operators
-Flavour = Literal["portable", "serving"]
+#: stored: as the checkpoint has quantised them
+Quantization = Literal["none", "int8", "int4", "stored"]
+#: portable: standard operators, the same bytes for onnxruntime and TensorRT; serving: with onnxruntime's own operators; packed: no graph,
+#: but weights in the layout of the native library
+Flavour = Literal["portable", "serving", "packed"]
 
 #: (start, stop)
 Span = tuple[int, int]
@@ -78,7 +82,7 @@ class EngineRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         stage: of the pipeline.
         place: among the ranks that share the stage's layers.
         layers, query_heads, kv_heads, mlp_columns, vocabulary: spans of the whole model's; ``vocabulary`` is of the head's rows.
-        graph: name of its ONNX file; beside it lies one with its weights.
+        graph: name of its ONNX file, beside which lies one with its weights; of the packed flavour the name of the latter.
         plan: name of its TensorRT plan; None: the graph itself is run.
         graph_fingerprint: of all that its graph and weights were made from; a build leaves them alone while it stays.
         plan_fingerprint: the same for its plan; None: it has none.
@@ -172,7 +176,8 @@ class EngineManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Bytes that one token takes in the KV cache of a rank: keys and values of its heads in each of its layers."""
         share = self.ranks[rank]
         heads, layers = share.kv_heads[1] - share.kv_heads[0], share.layers[1] - share.layers[0]
-        return 2 * layers * heads * self.config.head_dim * (4 if self.dtype == "float32" else 2)
+        size = 4 if self.dtype == "float32" and self.backend != "native" else 2
+        return 2 * layers * heads * self.config.head_dim * size
 
     def command(self, *, folder: str | Path = "DIR", **changes: object) -> str:
         """The ``headrace build`` that builds it again, with other values for some of its settings."""
@@ -181,7 +186,7 @@ class EngineManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "tp": self.tp,
             "pp": self.pp,
             "dtype": SHORT_DTYPES[self.dtype],
-            "quantization": self.quantization,
+            "quantization": "auto" if self.quantization == "stored" else self.quantization,
             "backend": self.backend,
             "max-batch": self.max_batch_size,
             "max-seq-len": self.max_seq_len,
@@ -314,7 +319,7 @@ def _check(manifest: EngineManifest) -> None:
             raise ModelError(f"rank {index} does not list its own graph or plan among its files")
         if (share.plan is None) != (share.plan_fingerprint is None):
             raise ModelError(f"rank {index} has a plan without a fingerprint, or the reverse")
-        if (share.plan is None) != (manifest.backend == "onnxruntime"):
+        if (share.plan is None) != (manifest.backend in ON_CPU):
             raise ModelError(f"rank {index} of an engine for {manifest.backend} {'has no' if share.plan is None else 'has a'} plan")
     seen: set[str] = set()
     for file in manifest.files():

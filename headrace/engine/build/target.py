@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from headrace.checkpoint.config import ModelConfig
-from headrace.engine.build.manifest import Backend, EngineDType, EngineFile, EngineRank, Flavour, Quantization
+from headrace.engine.build.manifest import ON_CPU, Backend, EngineDType, EngineFile, EngineRank, Flavour, Quantization
 from headrace.engine.build.spec import GraphSpec
 from headrace.engine.models import family_of
 from headrace.engine.place import Place
@@ -17,6 +17,7 @@ from headrace.errors import ModelError
 
 #: what each backend computes with, its default first
 DTYPES: dict[Backend, tuple[EngineDType, ...]] = {
+    "native": ("float32", "bfloat16", "float16"),
     "onnxruntime": ("float32", "float16"),
     "tensorrt": ("bfloat16", "float16", "float32"),
     "tensorrt-rtx": ("bfloat16", "float16", "float32"),
@@ -59,7 +60,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_plans(self) -> bool:
         """Whether graphs are compiled further."""
-        return self.backend != "onnxruntime"
+        return self.backend not in ON_CPU
 
 
 def resolve_target(options: BuildOptions, config: ModelConfig, flavour: Flavour, quantization: Quantization) -> Target:
@@ -77,10 +78,10 @@ def resolve_target(options: BuildOptions, config: ModelConfig, flavour: Flavour,
     dtype = options.dtype or DTYPES[backend][0]
     if dtype not in DTYPES[backend]:
         raise ModelError(f"{backend} does not compute in {dtype}; choose one of {', '.join(DTYPES[backend])}")
-    if options.capabilities and backend == "onnxruntime":
-        raise ModelError(f"capability {', '.join(options.capabilities)} is of GPUs, and onnxruntime runs on CPUs here")
-    if quantization != "none" and backend != "onnxruntime":
-        raise ModelError(f"quantization {quantization} is for onnxruntime; with {backend} leave it out or say none")
+    if options.capabilities and backend in ON_CPU:
+        raise ModelError(f"capability {', '.join(options.capabilities)} is of GPUs, and {backend} runs on CPUs here")
+    if quantization != "none" and backend not in ON_CPU:
+        raise ModelError(f"quantization {quantization} is for {' and '.join(ON_CPU)}; with {backend} leave it out or say none")
     for name, value in (
         ("tp", options.tensor_parallel_size),
         ("pp", options.pipeline_parallel_size),

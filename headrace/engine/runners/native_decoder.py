@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.checkpoint import Checkpoint
+from headrace.checkpoint import ModelConfig
 from headrace.config import EngineConfig
-from headrace.engine.base import Collectives, Float32, ProgressHook
+from headrace.engine.base import Collectives, Float32
 from headrace.engine.models import family_of
 from headrace.engine.models.decoder import Activation, Weight
-from headrace.engine.models.loading import ShardReader
 from headrace.engine.models.rope import frequencies
 from headrace.engine.models.shard import Shard
 from headrace.engine.models.stage import Stage
 from headrace.engine.plan import StepPlan
+from headrace.engine.runners.native_file import Weights
 from headrace.engine.runners.native_group import RankSums
-from headrace.engine.runners.native_weights import NativeWeights
 from headrace.errors import ModelError
 from headrace.native import decoder
 from headrace.native.attention import KVCache, KVLayer
@@ -38,24 +37,23 @@ class NativeDecoder:
         hidden_size: width of the residual stream.
         stage: which layers, and what it has beside them.
         vocabulary_widths: of the head, what each rank of the stage has.
-        dtype, quantization: see ``NativeWeights``.
+        dtype, quantization: see ``Weights``.
     """
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        model: ModelConfig,
+        weights: Weights,
         stage: Stage,
         collectives: Collectives,
         config: EngineConfig,
         pool: Pool,
         sums: RankSums,
-        progress: ProgressHook,
         *,
         num_blocks: int,
         max_seq_len: int,
     ) -> None:
-        """Load this rank's share. ``collectives``: of its stage's ranks. Raises ModelError if the model or its split is not possible."""
-        model = checkpoint.config
+        """``weights``: this rank's share. ``collectives``: of its stage's ranks. Raises ModelError if the split is not possible."""
         self._model, self._family, self._collectives = model, family_of(model), collectives
         self.hidden_size, self.stage = model.hidden_size, stage
         self._shard = shard = Shard.of(model, collectives.rank, collectives.size)
@@ -63,11 +61,7 @@ class NativeDecoder:
         self.vocabulary_widths = [stop - start for start, stop in spans]
         family = self._family
         self._sums = sums
-        reader = ShardReader(checkpoint, family, shard, stage, progress)
-        self._weights: NativeWeights | None = NativeWeights(
-            reader, family, list(stage.weights(family, model)), config.dtype, config.quantization, pool
-        )
-        weights = self._weights
+        self._weights: Weights | None = weights
         self.dtype, self.quantization = weights.dtype, weights.quantization
         # What the library reads and numpy holds.
         self._held: list[npt.NDArray[Any]] = []
@@ -166,7 +160,7 @@ class NativeDecoder:
                 "a smaller kv_cache_tokens takes less"
             ) from None
 
-    def _layer(self, index: int, cache: KVLayer, weights: NativeWeights) -> Layer:
+    def _layer(self, index: int, cache: KVLayer, weights: Weights) -> Layer:
         model, family = self._model, self._family
         window = model.window(index)
 

@@ -6,16 +6,21 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.checkpoint import Checkpoint, ModelConfig
 from headrace.config import EngineConfig
 from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
 from headrace.engine.kv_cache import cache_limits
+from headrace.engine.models.shard import Shard
 from headrace.engine.models.stage import Stage
 from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.native_decoder import NativeDecoder
+from headrace.engine.runners.native_file import MappedWeights, Weights
 from headrace.engine.runners.native_group import RankSums
+from headrace.engine.runners.native_weights import NativeWeights
+from headrace.engine.runners.row_runner import open_engine
 from headrace.engine.step_trace import StepTrace
 from headrace.errors import ModelError
 from headrace.native import NativeLibraryError, instruction_set
@@ -27,30 +32,47 @@ log = logging.getLogger("headrace.engine")
 class NativeRunner:
     """Implements ``model_engine.ModelRunner``; its attributes are described there. What a row gets does not depend on its batch."""
 
+    model_name: str
+    model_config: ModelConfig
     max_loras = 0
     max_candidates = 0
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, collectives: Collectives, progress: ProgressHook) -> None:
-        """Load its share, among all ranks. Raises ModelError if the model, its split or its context is not possible."""
-        self.limits = cache_limits(config, checkpoint.config.max_seq_len)
-        self.model_name = checkpoint.name
-        self.model_config: ModelConfig = checkpoint.config
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None, collectives: Collectives, progress: ProgressHook) -> None:
+        """Load its share, among all ranks: of ``checkpoint``, or of the engine folder that ``config.model`` is.
+
+        Raises ModelError if the model, its split or its context is not possible.
+        """
         self._pipeline = pipeline = Pipeline(config, collectives)
         place = pipeline.place
+        path: Path | None = None
+        if checkpoint is None:
+            manifest, share = open_engine(config, place)
+            self.model_name, self.model_config, context = manifest.model, manifest.config, manifest.max_seq_len
+            path = Path(config.model) / share.graph
+        else:
+            self.model_name, self.model_config, context = checkpoint.name, checkpoint.config, checkpoint.config.max_seq_len
+        self.limits = cache_limits(config, context)
+        stage = Stage.of(self.model_config, place.stage, place.pipeline_parallel_size)
         try:
             self._pool = Pool(config.num_threads or max(1, len(os.sched_getaffinity(0)) // collectives.size))
         except NativeLibraryError as error:
             raise ModelError(f"num_threads={config.num_threads}: {error}") from None
         self._sums = RankSums(pipeline.group)
         try:
+            if path is not None:
+                weights: Weights = MappedWeights(path, progress)
+            else:
+                assert checkpoint is not None
+                shard = Shard.of(self.model_config, pipeline.group.rank, pipeline.group.size)
+                weights = NativeWeights.of(checkpoint, shard, stage, config.dtype, config.quantization, self._pool, progress)
             self._decoder = NativeDecoder(
-                checkpoint,
-                Stage.of(checkpoint.config, place.stage, place.pipeline_parallel_size),
+                self.model_config,
+                weights,
+                stage,
                 pipeline.group,
                 config,
                 self._pool,
                 self._sums,
-                progress,
                 num_blocks=self.limits.num_blocks,
                 max_seq_len=self.limits.max_seq_len,
             )

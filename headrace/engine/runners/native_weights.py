@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.quantization import TENSOR_TYPES
 from headrace.config import DType, Quantization
-from headrace.engine.base import Float32
+from headrace.engine.base import Float32, ProgressHook
+from headrace.engine.models import family_of
 from headrace.engine.models.decoder import DecoderFamily, Weight
 from headrace.engine.models.loading import ShardReader
+from headrace.engine.models.shard import Shard
+from headrace.engine.models.stage import Stage
 from headrace.errors import ModelError
 from headrace.native import linear
 from headrace.native.linear import Format, Matrix
@@ -55,6 +59,7 @@ class NativeWeights:
     Attributes:
         quantization: the type that most of the layers' matrices are stored in; "none": none is quantised.
         dtype: the same of those that are not quantised, or what is computed in.
+        nbytes: of all matrices.
     """
 
     def __init__(
@@ -79,10 +84,27 @@ class NativeWeights:
             self._memory = allocate(size)
         except MemoryError:
             raise ModelError(f"this machine has no {size / (1 << 30):.2f} GiB for the weights") from None
+        self.nbytes = size
         self._packed: dict[Weight, Matrix] = {}
         names = Counter(stored.name for weight, stored in self._stored.items() if weight.name not in coarse)
         most = names.most_common(1)[0][0]
         self.dtype, self.quantization = (most, "none") if most in FLOATS else ("float32", most)
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        shard: Shard,
+        stage: Stage,
+        dtype: DType,
+        quantization: Quantization,
+        pool: Pool,
+        progress: ProgressHook,
+    ) -> NativeWeights:
+        """A rank's share of a stage of a checkpoint, which must be open when a weight is asked for."""
+        family = family_of(checkpoint.config)
+        reader = ShardReader(checkpoint, family, shard, stage, progress)
+        return cls(reader, family, list(stage.weights(family, checkpoint.config)), dtype, quantization, pool)
 
     def matrix(self, weight: Weight) -> Matrix:
         """This rank's share of a matrix."""
