@@ -97,7 +97,7 @@ def main() -> None:
     kind = "sanitized" if arguments.sanitize else "native"
     output = arguments.output or (root / "build" / kind / LIBRARY if arguments.sanitize else root / "headrace" / "native" / LIBRARY)
     try:
-        build(output, root / "build" / kind / "objects", sanitize=arguments.sanitize)
+        build(output, output.parent / "objects" if arguments.output else root / "build" / kind / "objects", sanitize=arguments.sanitize)
     except BuildError as error:
         sys.exit(f"the native library could not be built: {error}")
 

@@ -17,6 +17,10 @@ constexpr int64_t kPlainRows = 2;
 template <int kBits>
 constexpr int64_t kDotColumns = kBlock;
 
+// What is added to every weight in a Dot's sum, where the instruction cannot take it as it is.
+template <int kBits>
+constexpr int32_t kDotOffset = 0;
+
 struct I32 {
   int32_t lane[16];
 };

@@ -16,6 +16,7 @@ namespace headrace {
 // Each is called only where the machine has the instruction set: even filling the table is compiled for it.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avxvnni_kernels();
 const Kernels* avx512_kernels();
 const Kernels* neon_kernels();
 
@@ -32,6 +33,7 @@ struct Available {
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
       list[count++] = avx512_kernels();
+    if (avx2 && __builtin_cpu_supports("avxvnni")) list[count++] = avxvnni_kernels();
     if (avx2) list[count++] = avx2_kernels();
 #elif defined(__aarch64__)
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) list[count++] = neon_kernels();

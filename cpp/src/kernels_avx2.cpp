@@ -1,17 +1,8 @@
-// Every computation for AVX2 with FMA and F16C. What is included before the pragma is compiled for any processor: functions of the standard
-// library that the linker may choose for all others.
+// Every computation for AVX2 with FMA and F16C.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "half.h"
-#include "kernels.h"
-#include "race.h"
-#include "target.h"
+#include "kernels_common.h"
 
 HEADRACE_TARGET_BEGIN("avx2,fma,f16c")
 #define HEADRACE_ISA avx2

@@ -1,4 +1,4 @@
-// Every computation for AVX-512 with VNNI; what it is about the headers, see kernels_avx2.cpp.
+// Every computation for AVX-512 with VNNI.
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC's own headers make a register of any content by setting it to itself, and GCC 12 complains of that.
@@ -7,20 +7,12 @@
 #endif
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "half.h"
-#include "kernels.h"
-#include "race.h"
-#include "target.h"
+#include "kernels_common.h"
 
 HEADRACE_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 #define HEADRACE_ISA avx512
 #include "simd_avx512.h"
-#include "dot_portable.h"
+#include "dot_avx512.h"
 
 #include "kernels.inl"
 HEADRACE_TARGET_END

@@ -1,11 +1,5 @@
 // Every computation in plain C++.
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "kernels.h"
-#include "race.h"
+#include "kernels_common.h"
 
 #define HEADRACE_ISA portable
 #include "simd_portable.h"

@@ -70,7 +70,7 @@ struct Quantized {
           const int32_t* of_block = column_sums + r * (width / 16) + b * 2;
           const int32_t column_sum = kGroup == 32 ? of_block[0] + of_block[1] : of_block[group];
           const float x_scale = scales[r * (width / 32) + b];
-          total[r] = fma(to_float(sub(products[r], w.offset * column_sum)), mul(scale, broadcast(x_scale)), total[r]);
+          total[r] = fma(to_float(sub(products[r], (w.offset + kDotOffset<kBits>) * column_sum)), mul(scale, broadcast(x_scale)), total[r]);
           if (w.has_min) {
             const F32 min = load_f16(w_scales + (kBlock / kGroup + group) * kPanel);
             total[r] = fma(min, broadcast(x_scale * float(column_sum)), total[r]);
