@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.driver import BuildReport, build_engine
-from headrace.engine.build.manifest import MANIFEST, EngineManifest, EngineRank, describe_file, encode_manifest
+from headrace.engine.build.manifest import MANIFEST, ON_CPU, EngineManifest, EngineRank, describe_file, encode_manifest
 from headrace.engine.build.target import BuildOptions, Target, resolve_target
 from headrace.engine.models.shard import Shard
 from tests.memory_checkpoint import tiny_config
@@ -27,7 +27,8 @@ def make_folder(folder: Path, tp: int = 2, pp: int = 1, **changes: Any) -> Engin
     for rank in range(tp * pp):
         stage, place = divmod(rank, tp)
         shard = Shard.of(config, place, tp)
-        names = [f"rank{rank}.onnx", f"rank{rank}.onnx.data"] + ([] if backend == "onnxruntime" else [f"rank{rank}.plan"])
+        names = [f"rank{rank}.weights"] if backend == "native" else [f"rank{rank}.onnx", f"rank{rank}.onnx.data"]
+        names += [] if backend in ON_CPU else [f"rank{rank}.plan"]
         for name in names:
             (folder / name).write_bytes(f"{name} of the engine".encode() * 100)
         ranks.append(
@@ -41,9 +42,9 @@ def make_folder(folder: Path, tp: int = 2, pp: int = 1, **changes: Any) -> Engin
                 mlp_columns=shard.mlp_columns,
                 vocabulary=shard.vocabulary,
                 graph=names[0],
-                plan=None if backend == "onnxruntime" else names[2],
+                plan=None if backend in ON_CPU else names[2],
                 graph_fingerprint=f"{rank:064x}",
-                plan_fingerprint=None if backend == "onnxruntime" else f"{rank:064x}",
+                plan_fingerprint=None if backend in ON_CPU else f"{rank:064x}",
                 files=tuple(describe_file(folder, name) for name in names),
                 seconds=0.5,
                 peak_bytes=1 << 20,
@@ -66,7 +67,7 @@ def make_folder(folder: Path, tp: int = 2, pp: int = 1, **changes: Any) -> Engin
         "max_seq_len": 64,
         "chunk": 32,
         "versions": {"headrace": "0.0", "onnx": "1.0"},
-        "capability": None if backend == "onnxruntime" else "8.9",
+        "capability": None if backend in ON_CPU else "8.9",
         "ranks": tuple(ranks),
         "tokenizer": tuple(describe_file(folder, name) for name in ("tokenizer.json", "tokenizer_config.json")),
         "created": "2026-01-01T00:00:00+00:00",

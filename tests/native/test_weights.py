@@ -60,6 +60,26 @@ def test_every_type_with_blocks_is_packed() -> None:
             linear.block_format(number)
 
 
+def test_bits_of_a_weight() -> None:
+    """In memory; docs/engines.md has them beside those of the file."""
+    bits = {name: linear.matrix_bytes(form, 16, 256) * 8 / (16 * 256) for name, form in FORMATS.items()}
+    assert bits == {
+        "Q4_0": 4.5,
+        "Q4_1": 5,
+        "Q5_0": 5.5,
+        "Q5_1": 6,
+        "Q8_0": 8.5,
+        "Q2_K": 6,
+        "Q3_K": 5,
+        "Q4_K": 5,
+        "Q5_K": 6,
+        "Q6_K": 9,
+        "Q8_K": 8.5,
+        "IQ4_NL": 8.5,
+        "IQ4_XS": 8.5,
+    }
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_weights_are_what_the_decoders_make_of_them(isa: bytes, pool: Pool, name: str) -> None:
     kind, group = TENSOR_TYPES[TYPE_NUMBERS[name]], FORMATS[name].group

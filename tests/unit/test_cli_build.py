@@ -21,6 +21,7 @@ from headrace.engine.build.driver import BuildReport, BuiltFile
 from headrace.engine.build.manifest import MANIFEST, EngineManifest
 from headrace.engine.build.target import BuildOptions
 from headrace.errors import ModelError
+from headrace.native import NativeLibraryError
 from headrace.selection import INSTALL
 from tests.engine_folders import make_folder
 
@@ -147,6 +148,23 @@ def test_inspect_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ["0", "0", "0-5", "0-2", "0-91", "none"],
         ["1", "1-2", "0-5", "0-2", "0-91", "0-210"],
     ]
+
+
+def test_inspect_of_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = make_folder(tmp_path, tp=2, backend="native", flavour="packed", quantization="stored")
+    # Keys and values are float16.
+    assert manifest.kv_bytes_per_token(0) == 2 * 3 * 2 * 10 * 2
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for line in ("runs on  native, tp 2: 2 ranks", "numbers  float32, weights as the checkpoint has them", "graphs   packed"):
+        assert line in out
+
+    def no_library() -> str:
+        raise NativeLibraryError("it was not built")
+
+    monkeypatch.setattr("headrace.native.instruction_set", no_library)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert f"CANNOT RUN HERE  native is not installed: {INSTALL['native']}" in capsys.readouterr().out
 
 
 def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,14 @@ def test_a_world_is_what_its_engine_was_built_for(tmp_path: Path) -> None:
     assert follow(manifest, Settings(max_batch_size=1, max_seq_len=63), "DIR") == built._replace(max_batch_size=1, max_seq_len=63)
 
 
+def test_what_was_kept_as_the_checkpoint_has_it_is_not_said_again(tmp_path: Path) -> None:
+    manifest = make_folder(tmp_path, backend="native", flavour="packed", quantization="stored")
+    assert follow(manifest, Settings(), "DIR") == Settings(2, 1, "float32", "auto", 4, 64)
+    for asked in ("none", "int8"):
+        with pytest.raises(ModelError, match=f"quantization='{asked}', but this engine was built for 'stored': .* --quantization {asked} "):
+            follow(manifest, Settings(quantization=asked), "DIR")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
