@@ -59,7 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         dtype: type of weights and activations; auto: float32 on CPU, bfloat16 on a GPU.
         device: where the torch runner computes; auto: on GPUs where every rank has one, else on the CPU.
         cuda_graphs: steps in which all requests decode are recorded on a GPU, and then started as one.
-        quantization: type that matrices are stored in, on CPU by onnxruntime; auto: none, float32 products with the file's own numbers.
+        quantization: type that matrices are stored in, on CPU; auto: as they are in the checkpoint where the native runner computes, else
+            none. int8 and int4 are made when the model is loaded.
         max_batch_size: most requests in one step.
         max_num_tokens: most tokens in one step, prefill and decode together.
         max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.

@@ -74,7 +74,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=get_args(Quantization),
         default=_DEFAULTS.quantization,
-        help=f"what matrices are stored in, on CPU by onnxruntime (default: {_DEFAULTS.quantization}: none; see docs/engines.md)",
+        help=f"what matrices are stored in, on CPU (default: {_DEFAULTS.quantization}: native: as they are; else none)",
     )
     for option, name, what in (
         ("--max-batch-size", "max_batch_size", "most requests in one step"),
