@@ -17,6 +17,7 @@ HEADRACE_API const char* headrace_error();
 namespace headrace {
 class Pool;
 class Decoder;
+struct Candidate;
 struct DecoderSpec;
 struct Plan;
 struct Moment;
@@ -26,7 +27,7 @@ HEADRACE_API headrace::Decoder* headrace_decoder_create(const headrace::DecoderS
                                                         const char* instruction_set);
 HEADRACE_API void headrace_decoder_destroy(headrace::Decoder* decoder);
 // One step, see Decoder::step. Below 1: nothing was computed, or what was computed is of no use.
-HEADRACE_API int32_t headrace_decoder_step(headrace::Decoder* decoder, const headrace::Plan* plan, const float* in, float* out);
+HEADRACE_API int32_t headrace_decoder_step(headrace::Decoder* decoder, const headrace::Plan* plan, const float* in, float* out, headrace::Candidate* best);
 // From now on each step writes when its parts ran; null: none does.
 HEADRACE_API void headrace_decoder_record(headrace::Decoder* decoder, headrace::Moment* moments, int64_t capacity);
 // How many moments the last step wrote.

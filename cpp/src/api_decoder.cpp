@@ -26,9 +26,9 @@ Decoder* headrace_decoder_create(const DecoderSpec* spec, int64_t spec_bytes, he
 
 void headrace_decoder_destroy(Decoder* decoder) { delete decoder; }
 
-int32_t headrace_decoder_step(Decoder* decoder, const headrace::Plan* plan, const float* in, float* out) {
+int32_t headrace_decoder_step(Decoder* decoder, const headrace::Plan* plan, const float* in, float* out, headrace::Candidate* best) {
   return guarded([&] {
-    decoder->step(*plan, in, out);
+    decoder->step(*plan, in, out, best);
     return 1;
   });
 }

@@ -9,26 +9,18 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "tiles.h"
 
 namespace headrace {
 
 namespace {
 
-// Rows of a tile: their int8 activations stay in the second-level cache while the panels of a task pass.
-constexpr int64_t kTileRows = 64;
 // Tokens of a piece of attention.
 constexpr int64_t kPieceTokens = 32;
-// Panels of a task, an even number: what they give of a tile stays there, too.
-constexpr int64_t kMostPanels = 16;
 // Numbers that one thread works through sooner than others are woken up.
 constexpr int64_t kSerialWork = 8192;
-// Tasks for each thread, so that one that is put aside by the system holds up little.
-constexpr int64_t kTasksPerThread = 8;
-
 // Rows that scratch memory is taken for at first; it grows to the next power of two when a step has more.
 constexpr int64_t kFirstRows = 64;
-
-constexpr int64_t divided(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument(text); }
 
@@ -60,29 +52,6 @@ Linear alone(const Matrix& matrix) {
   linear.parts[0] = matrix;
   return linear;
 }
-
-// Some panels of a matrix, as one of their own.
-Matrix slice(const Matrix& matrix, int64_t begin, int64_t end) {
-  Matrix part = matrix;
-  part.rows = std::min(end * kPanel, matrix.rows) - begin * kPanel;
-  part.data = matrix.panel(begin);
-  return part;
-}
-
-// How `panels` and `rows` are dealt out as tasks: tiles of rows are the inner ones, so that tasks of the same panels follow each other.
-struct Dealt {
-  int64_t rows, panels, tiles, chunk;
-
-  Dealt(int64_t rows, int64_t panels, int64_t threads, int64_t unit) : rows(rows), panels(panels), tiles(divided(rows, kTileRows)) {
-    const int64_t wanted = divided(panels * tiles, threads * kTasksPerThread);
-    chunk = padded(std::clamp<int64_t>(wanted, 1, kMostPanels), unit);
-  }
-  int64_t count() const { return divided(panels, chunk) * tiles; }
-  int64_t first_panel(int64_t index) const { return index / tiles * chunk; }
-  int64_t last_panel(int64_t index) const { return std::min(first_panel(index) + chunk, panels); }
-  int64_t first_row(int64_t index) const { return index % tiles * kTileRows; }
-  int64_t last_row(int64_t index) const { return std::min(first_row(index) + kTileRows, rows); }
-};
 
 }  // namespace
 
@@ -227,6 +196,9 @@ void Decoder::check(const Plan& plan) const {
   for (int64_t i = 0; i < plan.num_samples; ++i)
     if (plan.samples[i] < 0 || plan.samples[i] >= plan.num_tokens || (i && plan.samples[i] <= plan.samples[i - 1]))
       refuse("sample " + text(i) + " of the plan is row " + text(plan.samples[i]) + " of " + text(plan.num_tokens) + "; they must ascend");
+  for (int64_t i = 0; plan.candidates && i < plan.num_samples; ++i)
+    if (plan.candidates[i] < 0 || plan.candidates[i] > kMostCandidates)
+      refuse("sample " + text(i) + " of the plan wants " + text(plan.candidates[i]) + " candidates; there may be " + text(kMostCandidates));
   for (int64_t i = 0; i < plan.num_copies; ++i) {
     const int32_t* each = plan.copies + 3 * i;
     check_block(each[0], "a copy of the plan");
@@ -236,10 +208,11 @@ void Decoder::check(const Plan& plan) const {
   }
 }
 
-void Decoder::step(const Plan& plan, const float* in, float* out) {
+void Decoder::step(const Plan& plan, const float* in, float* out, Candidate* best) {
   check(plan);
   if (plan.num_tokens && !spec_.embedding.data && !in) refuse("a stage that is not the first needs the residual stream of the one before it");
-  if ((spec_.final_norm ? plan.num_samples : plan.num_tokens) && !out) refuse("a step needs room for what it gives");
+  const int64_t chosen = spec_.final_norm && plan.candidates ? plan.num_samples - std::count(plan.candidates, plan.candidates + plan.num_samples, 0) : 0;
+  if (((spec_.final_norm ? plan.num_samples - chosen : plan.num_tokens) && !out) || (chosen && !best)) refuse("a step needs room for what it gives");
   reserve(plan.num_tokens, plan.num_samples);
   num_moments_ = 0;
   tokens_ = plan.num_tokens;
@@ -254,7 +227,7 @@ void Decoder::step(const Plan& plan, const float* in, float* out) {
   if (!spec_.final_norm)
     std::memcpy(out, x_, size_t(tokens_ * spec_.hidden) * sizeof(float));
   else if (plan.num_samples)
-    timed(Phase::kHead, -1, [&] { head(plan, out); });
+    timed(Phase::kHead, -1, [&] { head(plan, out, best); });
 }
 
 void Decoder::record(Moment* moments, int64_t capacity) {
@@ -453,16 +426,6 @@ void Decoder::gate(const Layer& layer) {
       if (quants) quantize(wide_, mlp_, row, out, first, last);
     }
   });
-}
-
-void Decoder::head(const Plan& plan, float* logits) {
-  const int64_t rows = plan.num_samples, width = spec_.head.rows;
-  // Samples ascend, so no row is overwritten before it is read.
-  for (int64_t i = 0; i < rows; ++i)
-    if (i != plan.samples[i]) std::memcpy(x_ + i * spec_.hidden, x_ + plan.samples[i] * spec_.hidden, size_t(spec_.hidden) * sizeof(float));
-  normalise(x_, rows, spec_.final_norm, head_);
-  multiply(head_, narrow_, rows, logits, width, false);
-  if (spec_.final_softcap != 0) each_row(rows, width, [&](int64_t row, int64_t) { kernels_.softcap(logits + row * width, spec_.final_softcap, width); });
 }
 
 void Decoder::sum(float* data, int64_t count) {

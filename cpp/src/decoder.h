@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "candidates.h"
 #include "kernels.h"
 #include "memory.h"
 #include "pool.h"
@@ -94,6 +95,7 @@ struct Plan {
   int64_t num_samples = 0;
   const int32_t* copies = nullptr;  // [3 num_copies]
   int64_t num_copies = 0;
+  const int32_t* candidates = nullptr;  // [num_samples], or null: all rows want all their logits
 };
 
 enum class Phase : int32_t { kCopy, kEmbed, kNorm, kQKV, kStore, kAttend, kOutput, kGateUp, kDown, kHead };
@@ -112,9 +114,10 @@ class Decoder {
   Decoder(const DecoderSpec& spec, Pool& pool, const Kernels& kernels);
 
   // Runs a plan. in [T][hidden]: the residual stream behind the stage before; null in the first. out: in the last stage logits
-  // [samples][rows of head], else [T][hidden]. Throws std::invalid_argument, before anything is computed, for a plan that is not possible;
+  // [samples that want no candidates][rows of head], else [T][hidden]. best: in the last stage [samples that do][the most that one of them wants],
+  // those of this rank's part of the vocabulary. Throws std::invalid_argument, before anything is computed, for a plan that is not possible;
   // std::bad_alloc; std::runtime_error where ranks could not sum.
-  void step(const Plan& plan, const float* in, float* out);
+  void step(const Plan& plan, const float* in, float* out, Candidate* best);
 
   // From now on each step leaves its moments; null: it does not. What does not fit is left out.
   void record(Moment* moments, int64_t capacity);
@@ -150,7 +153,8 @@ class Decoder {
   void attend(const Layer& layer);
   void project(const Linear& linear, const Input& input, const float* post_norm);
   void gate(const Layer& layer);
-  void head(const Plan& plan, float* logits);
+  void head(const Plan& plan, float* logits, Candidate* best);
+  void choose(const Plan& plan, float* logits, Candidate* best);
   void sum(float* data, int64_t count);
   void quantize(const Input& input, int64_t columns, int64_t row, const float* floats, int64_t begin, int64_t end);
   Rows rows_of(const Input& input, int64_t columns, int64_t rows) const;
@@ -172,6 +176,9 @@ class Decoder {
   int64_t tokens_ = 0;
   std::vector<int32_t> positions_, blocks_;
   std::vector<Piece> pieces_;
+  // Of its sampled rows.
+  std::vector<int64_t> places_;
+  std::vector<Candidate> found_;
 
   Memory scratch_;
   int64_t capacity_ = 0;  // rows that it is laid out for

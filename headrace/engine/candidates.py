@@ -31,19 +31,25 @@ class Candidates:
         return Candidates(self.ids[rows], self.values[rows])
 
     @classmethod
-    def merge(cls, ids: Int32, values: Float32, width: int) -> Candidates:
-        """The ``width`` greatest among those of each row, [n, m] in any order."""
+    def merge(cls, ids: Int32, values: Float32, counts: Int32) -> Candidates:
+        """The ``counts`` [n] greatest among those of each row, [n, m] in any order."""
+        width = int(counts.max(initial=1))
         order = np.lexsort((ids, -values, ~np.isnan(values)))[:, :width]
-        return cls(np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1))
+        best = cls(np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1))
+        behind = np.arange(width) >= counts[:, np.newaxis]
+        best.ids[behind], best.values[behind] = NO_CANDIDATE, -np.inf
+        return best
+
+    @classmethod
+    def of_pairs(cls, pairs: Float32, counts: Int32) -> Candidates:
+        """The ``counts`` [n] greatest of pairs [n, m, 2] of a value and, as int32, an id; with m the greatest count they are in order."""
+        ids, values = pairs.view(np.int32)[..., 1], pairs[..., 0]
+        return cls(ids, values) if pairs.shape[1] == counts.max() else cls.merge(ids, values, counts)
 
     @classmethod
     def of(cls, logits: Float32, counts: Int32) -> Candidates:
         """Of whole rows, [n, V]: the ``counts`` [n] greatest of each, 1 to V."""
-        width = int(counts.max(initial=1))
-        best = cls.merge(np.broadcast_to(np.arange(logits.shape[1], dtype=np.int32), logits.shape), logits, width)
-        behind = np.arange(width) >= counts[:, np.newaxis]
-        best.ids[behind], best.values[behind] = NO_CANDIDATE, -np.inf
-        return best
+        return cls.merge(np.broadcast_to(np.arange(logits.shape[1], dtype=np.int32), logits.shape), logits, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ Int32 = npt.NDArray[np.int32]
 
 #: of enums of C++
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+#: of a row, for the greatest are kept in order one by one (``kMostCandidates``)
+MAX_CANDIDATES = 128
 #: parts of a step, by their number
 PHASES = ("copy", "embed", "norm", "qkv", "store", "attend", "output", "gate_up", "down", "head")
 
@@ -101,6 +103,7 @@ class _Plan(Structure):
         ("num_samples", c_int64),
         ("copies", c_void_p),
         ("num_copies", c_int64),
+        ("candidates", c_void_p),
     )
 
 
@@ -137,15 +140,18 @@ class Decoder:
         tables: Int32,
         samples: Int32,
         copies: Int32,
+        candidates: Int32,
         x: Float32 | None,
         out: Float32,
+        best: Float32 | None,
     ) -> None:
         """Run a step; the arrays are those of a ``StepPlan``, C-contiguous.
 
         Args:
-            tokens, starts, lengths, tables, samples, copies: see ``StepPlan``.
+            tokens, starts, lengths, tables, samples, copies, candidates: see ``StepPlan``.
             x: [T, hidden], the residual stream behind the stage before; None in the first.
-            out: in the last stage logits [samples, rows of the head], else [T, hidden].
+            out: in the last stage logits [samples that want no candidates, rows of the head], else [T, hidden].
+            best: in the last stage, if any do, [samples that do, the most that one of them wants, 2]: logits, and as int32 token ids.
 
         Raises RuntimeError for a plan that is not possible, before anything is computed, and where ranks could not sum.
         """
@@ -161,9 +167,13 @@ class Decoder:
             samples.size,
             _address(copies, np.int32),
             copies.size // 3,
+            _address(candidates, np.int32) if candidates.size else None,
         )
+        if candidates.size not in (0, samples.size):
+            raise ValueError(f"candidates of {candidates.size} rows for {samples.size} samples")
+        found = None if best is None else _address(best, np.float32)
         rows = None if x is None else _address(x, np.float32)
-        if not self._functions.headrace_decoder_step(self._handle, byref(plan), rows, _address(out, np.float32)):
+        if not self._functions.headrace_decoder_step(self._handle, byref(plan), rows, _address(out, np.float32), found):
             raise RuntimeError(self._functions.headrace_error().decode())
 
     def record(self, capacity: int) -> None:
@@ -209,7 +219,7 @@ def _functions() -> ctypes.CDLL:
     functions.headrace_decoder_create.restype = c_void_p
     functions.headrace_decoder_destroy.argtypes = [c_void_p]
     functions.headrace_decoder_destroy.restype = None
-    functions.headrace_decoder_step.argtypes = [c_void_p, POINTER(_Plan), c_void_p, c_void_p]
+    functions.headrace_decoder_step.argtypes = [c_void_p, POINTER(_Plan), c_void_p, c_void_p, c_void_p]
     functions.headrace_decoder_record.argtypes = [c_void_p, c_void_p, c_int64]
     functions.headrace_decoder_record.restype = None
     functions.headrace_decoder_recorded.argtypes = [c_void_p]

@@ -50,7 +50,7 @@ def test_parts_of_a_vocabulary_merge_to_the_whole() -> None:
     counts = counts_of(1, 3, 9, 2)
     parts = [Candidates.of(logits[:, start : start + 50], counts) for start in range(0, VOCAB, 50)]
     ids = [np.where(part.ids == NO_CANDIDATE, NO_CANDIDATE, part.ids + 50 * place) for place, part in enumerate(parts)]
-    merged = Candidates.merge(np.concatenate(ids, axis=1), np.concatenate([part.values for part in parts], axis=1), 9)
+    merged = Candidates.merge(np.concatenate(ids, axis=1), np.concatenate([part.values for part in parts], axis=1), counts)
     whole = Candidates.of(logits, counts)
     for row, count in enumerate(counts.tolist()):
         assert merged.ids[row, :count].tolist() == whole.ids[row, :count].tolist()

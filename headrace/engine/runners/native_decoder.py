@@ -98,24 +98,36 @@ class NativeDecoder:
         )
         self._decoder = Decoder(spec, pool)
 
-    def step(self, plan: StepPlan, x: Float32 | None) -> Float32:
-        """Run a plan: [T, hidden] behind this stage, or in the last one [samples, this rank's share of the vocabulary].
+    def step(self, plan: StepPlan, x: Float32 | None) -> tuple[Float32, Float32 | None]:
+        """Run a plan: [T, hidden] behind this stage; in the last one [samples that want all logits, share of the vocabulary], and
+        for the others, if there are any, what ``gather_candidates`` takes.
 
         ``x``: [T, hidden] behind the stage before; None in the first. Raises RuntimeError for a plan that is not possible.
         """
-        tensor_rank = self._collectives.rank
-        shape = (len(plan.samples), self.vocabulary_widths[tensor_rank]) if self.stage.is_last else (len(plan.tokens), self.hidden_size)
+        best: Float32 | None = None
+        shape = (len(plan.tokens), self.hidden_size)
+        if self.stage.is_last:
+            chosen = int(np.count_nonzero(plan.candidates))
+            shape = (len(plan.samples) - chosen, self.vocabulary_widths[self._collectives.rank])
+            best = np.empty((chosen, plan.candidates.max(), 2), np.float32) if chosen else None
         out: Float32 = np.empty(shape, np.float32)
         try:
-            self._decoder.step(plan.tokens, plan.starts, plan.lengths, plan.tables, plan.samples, plan.copies, x, out)
+            self._decoder.step(
+                plan.tokens, plan.starts, plan.lengths, plan.tables, plan.samples, plan.copies, plan.candidates, x, out, best
+            )
         except RuntimeError:
             self._sums.raise_failure()
             raise
-        return out
+        return out, best
 
     def gather_logits(self, share: Float32) -> Float32 | None:
         """[rows, vocabulary] on the first rank of the last stage, from what its ranks have."""
         return self._collectives.gather_columns(share, self.vocabulary_widths)
+
+    def gather_candidates(self, best: Float32) -> Float32 | None:
+        """[rows, ranks * most candidates * 2] on the first rank of the last stage: of each row what its ranks have found among theirs."""
+        rows = best.reshape(len(best), -1)
+        return self._collectives.gather_columns(rows, [rows.shape[1]] * self._collectives.size)
 
     def record(self, *, on: bool) -> None:
         """Whether each step from now on leaves its moments."""

@@ -8,9 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from headrace.checkpoint import Checkpoint, ModelConfig
 from headrace.config import EngineConfig
 from headrace.engine.base import Collectives, Float32, Int32, ProgressHook
+from headrace.engine.candidates import Candidates, StepLogits
 from headrace.engine.kv_cache import cache_limits
 from headrace.engine.models.shard import Shard
 from headrace.engine.models.stage import Stage
@@ -24,6 +27,7 @@ from headrace.engine.runners.row_runner import open_engine
 from headrace.engine.step_trace import StepTrace
 from headrace.errors import ModelError
 from headrace.native import NativeLibraryError, instruction_set
+from headrace.native.decoder import MAX_CANDIDATES
 from headrace.native.pool import Pool
 
 log = logging.getLogger("headrace.engine")
@@ -35,7 +39,7 @@ class NativeRunner:
     model_name: str
     model_config: ModelConfig
     max_loras = 0
-    max_candidates = 0
+    max_candidates = MAX_CANDIDATES
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None, collectives: Collectives, progress: ProgressHook) -> None:
         """Load its share, among all ranks: of ``checkpoint``, or of the engine folder that ``config.model`` is.
@@ -87,8 +91,8 @@ class NativeRunner:
         self._steps = 0
         log.info("rank %d computes with %d threads, %s", collectives.rank, self._pool.threads, self.versions["instruction set"])
 
-    def execute(self, arrays: Sequence[Int32]) -> Float32 | None:
-        """Run a ``StepPlan``. Rank 0 gets logits, float32 [rows that sample, vocabulary]; the others get None."""
+    def execute(self, arrays: Sequence[Int32]) -> Float32 | StepLogits | None:
+        """Run a ``StepPlan``. Rank 0 gets logits, see ``ModelRunner``; the others get None."""
         began = time.time_ns()
         logits = self._execute(StepPlan.from_arrays(arrays))
         if self._trace is not None:
@@ -96,14 +100,24 @@ class NativeRunner:
         self._steps += 1
         return logits
 
-    def _execute(self, plan: StepPlan) -> Float32 | None:
-        decoder, pipeline, rows = self._decoder, self._pipeline, len(plan.samples)
+    def _execute(self, plan: StepPlan) -> Float32 | StepLogits | None:
+        decoder, pipeline, last = self._decoder, self._pipeline, self._decoder.stage.is_last
         x = None if decoder.stage.is_first else pipeline.receive(len(plan.tokens), decoder.hidden_size)
-        out = decoder.step(plan, x)
-        if not decoder.stage.is_last:
+        out, best = decoder.step(plan, x)
+        if not last:
             pipeline.send(out)
-        logits = decoder.gather_logits(out) if decoder.stage.is_last and rows else None
-        return pipeline.bring_logits(logits, rows, self.model_config.vocab_size)
+        chosen = int(np.count_nonzero(plan.candidates))
+        rows = len(plan.samples) - chosen
+        logits = pipeline.bring_logits(decoder.gather_logits(out) if last and rows else None, rows, self.model_config.vocab_size)
+        if not chosen:
+            return logits
+        width = int(plan.candidates.max())
+        # A few numbers of each row cross where its logits would.
+        found = None if best is None else decoder.gather_candidates(best)
+        found = pipeline.bring_logits(found, chosen, 2 * width * pipeline.group.size)
+        if found is None or logits is None:
+            return None
+        return StepLogits(plan.candidates, logits, Candidates.of_pairs(found.reshape(chosen, -1, 2), plan.candidates[plan.candidates > 0]))
 
     def take_failed_adapters(self) -> dict[int, str]:
         """It runs none."""
