@@ -72,6 +72,29 @@ def test_what_is_quantised_at_load_is_near_to_what_is_not(plain: Path, quantizat
     assert quantization == "none" or apart > most / 20
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_halves_stay_halves(plain: Path, dtype: str, tmp_path: Path) -> None:
+    """Loaded, and in an engine folder; what they mean is exact in both."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(plain, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        wanted, _ = logits_of(TorchRunner, "torch", checkpoint, 1)  # type: ignore[type-abstract]
+        found, runner = logits_of(NativeRunner, "native", checkpoint, 1)  # type: ignore[type-abstract]
+    assert (runner.dtype, runner.quantization) == (dtype, "none")
+    # Keys and values are float16.
+    assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
+    manifest = build_native(str(folder), BuildOptions(backend="native"), tmp_path / "engine").manifest
+    assert (manifest.dtype, manifest.quantization) == (dtype, "none")
+    whole = build_native(str(folder), BuildOptions(backend="native", dtype="float32"), tmp_path / "wide").manifest
+    assert manifest.ranks[0].files[0].nbytes < 0.6 * whole.ranks[0].files[0].nbytes
+    mapped_logits, mapped_runner = logits_of(NativeRunner, "native", None, 1, model=str(tmp_path / "engine"))  # type: ignore[type-abstract]
+    assert np.array_equal(mapped_logits, found) and mapped_runner.dtype == dtype
+
+
 def test_text_of_a_folder_without_its_checkpoint(tmp_path: Path) -> None:
     """A world runs it, with the tokenizer, the ranks and the runner that it was built for."""
     tokenizer = byte_tokenizer()
