@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 DTYPES: dict[str, EngineDType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 BACKENDS = ("native", "onnxruntime", "tensorrt", "tensorrt-rtx")
-DEFAULT_BACKEND = "onnxruntime"
 
 
 def dtype(text: str) -> str:
@@ -42,7 +41,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"a GGUF file, a Hugging Face folder or hub id (default: {DEFAULT_MODEL})")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the engine folder: empty, not there yet, or built before")
     group = parser.add_argument_group("engine")
-    group.add_argument("--backend", choices=BACKENDS, default=DEFAULT_BACKEND, help=f"what runs it (default: {DEFAULT_BACKEND}, on CPU)")
+    group.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help=f"what runs it (default: {BACKENDS[0]}, on CPU)")
     group.add_argument(
         "--tp", "--tensor-parallel-size", dest="tp", type=positive, default=1, metavar="N", help="ranks that share every layer (default: 1)"
     )

@@ -50,7 +50,7 @@ def test_a_build_that_is_ended_is_taken_up(number: int, code: int, model: Path, 
     folder = tmp_path / "engine"
     command = ["build", "--model", str(model), "-o", str(folder), "--tp", "2", "--json"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", HELD, "rank1.onnx", *command], **pipes) as first:
+    with subprocess.Popen([sys.executable, "-c", HELD, "rank1.weights", *command], **pipes) as first:
         assert first.stdout.readline() == "held\n"
         # Meanwhile a second one, of this process, is refused.
         assert main(command) == 1
@@ -65,6 +65,6 @@ def test_a_build_that_is_ended_is_taken_up(number: int, code: int, model: Path, 
     out, told = capsys.readouterr()
     assert told == ""
     kept = {file["name"] for file in json.loads(out)["files"] if file["kept"]}
-    assert kept == {"rank0.onnx", "rank0.onnx.data"}
+    assert kept == {"rank0.weights"}
     assert verify(load_manifest(folder), folder) == []
     assert {name for name in os.listdir(folder) if name.startswith(".")} == {".headrace-build.lock"}

@@ -16,7 +16,7 @@ from headrace.cli import inspect as inspection
 from headrace.cli import main
 from headrace.cli._sizes import size, table
 from headrace.compiled import Here, obstacles
-from headrace.engine.build import compiler
+from headrace.engine.build import compiler, native_build
 from headrace.engine.build.driver import BuildReport, BuiltFile
 from headrace.engine.build.manifest import MANIFEST, EngineManifest
 from headrace.engine.build.target import BuildOptions
@@ -41,6 +41,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
         )
 
     monkeypatch.setattr(compiler, "build_model", build_model)
+    monkeypatch.setattr(native_build, "build_native", build_model)
     return asked
 
 
@@ -67,7 +68,7 @@ def test_options_become_what_is_built(built: list[tuple[Any, ...]], capsys: pyte
 
 def test_defaults_and_json(built: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "-o", "out", "--json"]) == 0
-    assert built == [("smollm2-135m", BuildOptions(), Path("out"), False)]
+    assert built == [("smollm2-135m", BuildOptions(backend="native"), Path("out"), False)]
     told = json.loads(capsys.readouterr().out)
     assert told["files"] == [{"name": "rank0.onnx", "bytes": 2048, "kept": False}, {"name": "tokenizer.gguf", "bytes": 10, "kept": True}]
     assert (told["removed"], told["seconds"], told["peak_bytes"], told["folder"]) == (
@@ -117,7 +118,7 @@ def test_what_cannot_be_built_is_one_line(capsys: pytest.CaptureFixture[str], tm
 def test_without_onnx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delitem(sys.modules, "headrace.engine.build.compiler")
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert main(["build", "-o", "out"]) == 1
+    assert main(["build", "--backend", "onnxruntime", "-o", "out"]) == 1
     assert "headrace build for onnxruntime needs onnx, which is not installed: pip install onnx" in capsys.readouterr().err
 
 
@@ -233,7 +234,7 @@ def test_a_model_error_of_a_build_is_told_once(
     def refuse(*arguments: Any, **named: Any) -> BuildReport:
         raise ModelError("tp 7 exceeds the 6 attention heads of the model: each rank needs at least one")
 
-    monkeypatch.setattr(compiler, "build_model", refuse)
+    monkeypatch.setattr(native_build, "build_native", refuse)
     assert main(["build", "-o", "out", "--tp", "7"]) == 1
     assert capsys.readouterr().err == "headrace: error: tp 7 exceeds the 6 attention heads of the model: each rank needs at least one\n"
 
@@ -244,7 +245,7 @@ def test_ctrl_c_ends_a_build_with_its_own_code(
     def interrupt(*arguments: Any, **named: Any) -> BuildReport:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compiler, "build_model", interrupt)
+    monkeypatch.setattr(native_build, "build_native", interrupt)
     assert main(["build", "-o", "out"]) == 130
     assert capsys.readouterr().err == "headrace: interrupted\n"
 
