@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +114,22 @@ def reference_model(kind: str, changes: dict[str, Any]) -> Any:
     return model
 
 
+@contextlib.contextmanager
+def half_cache(model: Any) -> Iterator[None]:
+    """Within it the model's attention has its keys and values rounded to float16, as a KV cache of that type has them."""
+    module = sys.modules[type(model).__module__]
+    plain = module.eager_attention_forward
+
+    def rounded(layer: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        return plain(layer, query, key.half().float(), value.half().float(), *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "eager_attention_forward", rounded)
+        yield
+
+
 class Reference:
-    """A prompt, what transformers continues it with, and its logits at every token."""
+    """A prompt, what transformers continues it with, and its logits at every token: as they are, and over a KV cache of float16."""
 
     def __init__(self, model: Any, prompt_length: int = PROMPT) -> None:
         tokens = np.random.default_rng(5).integers(0, SMALL["vocab_size"], prompt_length).tolist()
@@ -124,6 +141,8 @@ class Reference:
                 assert best[0] - best[1] > CLOSE, "another seed: this text is too close to call"
                 tokens.append(int(logits[-1].argmax()))
             self.logits: Float32 = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+            with half_cache(model):
+                self.half_cache_logits: Float32 = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
         self.tokens = np.array(tokens, np.int32)
 
 
