@@ -92,8 +92,6 @@ struct Attend {
       for (int t = 0; t < kTiles; ++t) {
         F32 score = acc[q][t];
         if constexpr (sizeof(Number) == 1) score = mul(score, load(cache.key_scales + row * stride + token + t * kLanes));
-        score = mul(score, broadcast(task.scale));
-        if (task.softcap != 0) score = capped(score, broadcast(task.softcap));
         store(out + q * kScores + t * kLanes, score);
       }
   }
@@ -116,12 +114,14 @@ struct Attend {
 
   // A query's scores in a span to weights; gives the greatest score and the sum of weights.
   void weigh(float* row, int64_t segment, Span span, float* most, float* sum_of) const {
-    const F32 lowest = broadcast(-HUGE_VALF);
+    const F32 scale = broadcast(task.scale), cap = broadcast(task.softcap), lowest = broadcast(-HUGE_VALF);
     const int64_t low = span.low - segment, high = span.high - segment, first_tile = low / kLanes * kLanes;
     row += kLanes;
     F32 best = lowest;
     for (int64_t i = first_tile; i < high; i += kLanes) {
-      F32 score = first(high - i, load(row + i), lowest);
+      F32 score = mul(load(row + i), scale);
+      if (task.softcap != 0) score = capped(score, cap);
+      score = first(high - i, score, lowest);
       if (i < low) score = first(low - i, lowest, score);
       store(row + i, score);
       best = max(best, score);
