@@ -27,7 +27,7 @@ inline F32 load_number(const int8_t* p) { return load_i8(p); }
 
 // Vectors of keys, or of numbers of a value, that a group of that many queries goes over at a time: enough sums under way to hide how long one
 // takes, and not more than there are registers.
-constexpr int tiles_of(int queries) { return queries >= 4 ? 1 : queries >= 2 ? 2 : 4; }
+constexpr int tiles_of(int queries) { return queries >= 3 ? 1 : queries == 2 ? 2 : 4; }
 
 // Positions [low, high), inside of one segment or not.
 struct Span {
