@@ -78,8 +78,8 @@ HEADRACE_API int32_t headrace_argmax(const char* set, const float* x, int64_t n,
 // Bytes of all keys of a layer, of all values, and of the scales of either, each on a 64-byte boundary; pointers of the layer are not looked at.
 HEADRACE_API int32_t headrace_kv_bytes(const headrace::KVLayer* cache, int64_t* keys, int64_t* values, int64_t* scales);
 HEADRACE_API int32_t headrace_kv_store(const char* set, const headrace::KVLayer* cache, int32_t block, int64_t offset, const float* keys, const float* values);
-// table_length: entries of the task's table.
-HEADRACE_API int32_t headrace_attend(const char* set, const headrace::Attention* task, int64_t table_length);
+// table_length: entries of the task's table. apart: segment by segment, as threads do that share it.
+HEADRACE_API int32_t headrace_attend(const char* set, const headrace::Attention* task, int64_t table_length, int32_t apart);
 
 namespace headrace {
 struct RowSampling;

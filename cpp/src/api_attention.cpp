@@ -34,6 +34,14 @@ void check_cache(const KVLayer& cache) {
   require(cache.type != KVType::kInt8 || (cache.key_scales && cache.value_scales), "a KV cache without scales, of type", int64_t(cache.type));
 }
 
+// On a 64-byte boundary, and not one more than that, for the sanitizers to see who goes beyond.
+struct Freed {
+  void operator()(float* block) const { operator delete[](block, std::align_val_t(64)); }
+};
+std::unique_ptr<float[], Freed> floats(int64_t count) {
+  return std::unique_ptr<float[], Freed>(new (std::align_val_t(64)) float[size_t(count)]);
+}
+
 void check_count(int64_t n) { require(n > 0, "a row has at least one number", n); }
 
 }  // namespace
@@ -100,7 +108,7 @@ int32_t headrace_kv_store(const char* set, const KVLayer* cache, int32_t block, 
   });
 }
 
-int32_t headrace_attend(const char* set, const Attention* task, int64_t table_length) {
+int32_t headrace_attend(const char* set, const Attention* task, int64_t table_length, int32_t apart) {
   return guarded([&] {
     const KVLayer& cache = *task->cache;
     check_cache(cache);
@@ -116,9 +124,14 @@ int32_t headrace_attend(const char* set, const Attention* task, int64_t table_le
     for (int64_t i = 0; i < blocks; ++i)
       require(task->table[i] >= 0 && task->table[i] < cache.num_blocks, "a block that the KV cache has not", task->table[i]);
     const Kernels& kernels = named_kernels(set);
-    const auto align = std::align_val_t(64);
-    const auto free = [&](float* block) { operator delete[](block, align); };
-    const std::unique_ptr<float[], decltype(free)> scratch(new (align) float[size_t(kernels.attend_scratch(*task))], free);
-    return kernels.attend(*task, scratch.get()), 1;
+    if (!apart) {
+      const auto scratch = floats(kernels.attend_scratch(*task));
+      return kernels.attend(*task, scratch.get()), 1;
+    }
+    const auto scratch = floats(kernels.segment_floats(*task));
+    const int64_t first = task->first_segment(), segments = task->last_segment() - first, each = kernels.partial_floats(*task);
+    const auto partials = floats(segments * each);
+    for (int64_t i = segments - 1; i >= 0; --i) kernels.attend_segment(*task, first + i, partials.get() + i * each, scratch.get());
+    return kernels.join_segments(*task, partials.get()), 1;
   });
 }

@@ -72,6 +72,9 @@ struct KVLayer {
   int64_t scale_bytes() const { return type == KVType::kInt8 ? num_blocks * kv_heads * key_stride() * 4 : 0; }
 };
 
+// Positions whose scores are computed at once; see attention.inl.
+constexpr int64_t kSegment = 512;
+
 // Some consecutive tokens of one sequence, and the query heads that share one KV head.
 struct Attention {
   const KVLayer* cache = nullptr;
@@ -87,6 +90,12 @@ struct Attention {
   float scale = 1;
   float softcap = 0;   // 0: none
   int64_t window = 0;  // a token sees itself and window - 1 before it; 0: all before it
+
+  // The first position that a token sees.
+  int64_t first_seen(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
+  // The segments that any of the tokens sees: from the first to before the last.
+  int64_t first_segment() const { return first_seen(start) / kSegment; }
+  int64_t last_segment() const { return (start + tokens - 1) / kSegment + 1; }
 };
 
 struct Kernels {
@@ -133,9 +142,16 @@ struct Kernels {
 
   // Floats of scratch that attend needs for such a call: about (head_dim + 2) for each token and head, and 15 KiB; however many keys there are.
   int64_t (*attend_scratch)(const Attention& task);
-  // out = softmax(scale * query . keys) . values; causal; attention.inl says in which order. scratch: 64-byte aligned. Keys and values are read
-  // once for some six (token, head) of a call, from the processor's caches for all but the first of them: 16 to 64 tokens make a good run.
+  // out = softmax(scale * query . keys) . values; causal; attention.inl says in which order. scratch: 64-byte aligned. What is read of the cache
+  // is shared by six (token, head) of a call; a run of 16 to 64 tokens finds in the processor's caches what it reads once more.
   void (*attend)(const Attention& task, float* scratch);
+
+  // The same, with the same bits, for threads that share a call: each of the task's segments gives a partial [partial_floats], which lie one
+  // behind the other, and then one thread joins them, and works in the first of them. scratch [segment_floats], 64-byte aligned.
+  int64_t (*partial_floats)(const Attention& task);
+  int64_t (*segment_floats)(const Attention& task);
+  void (*attend_segment)(const Attention& task, int64_t segment, float* partial, float* scratch);
+  void (*join_segments)(const Attention& task, float* partials);
 
   // Index of the greatest, the lowest of equals; NaN counts as the greatest (as numpy.argmax).
   int64_t (*argmax)(const float* x, int64_t n);

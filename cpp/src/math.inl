@@ -19,6 +19,13 @@ inline void store(float* p, F32 a, int64_t n) {
   std::memcpy(p, lanes, n * sizeof(float));
 }
 
+// Of a vector whose lanes are all the same.
+inline float any_lane(F32 a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  return lanes[0];
+}
+
 // e^x is power * (1 + rest): power = 2^n of the integer next to x / ln 2, or 0 below -87.7; rest = e^r - 1 of what is left, r + r² q(r) with the
 // polynomial q of Cephes' expf. Beyond ±88 it is that of ±88; NaN stays NaN, in rest.
 struct Exponential {

@@ -26,8 +26,8 @@ inline F32 load_bf16(const uint16_t* p) {
   return {widen_bf16(_mm_loadu_si128((const __m128i*)p)), widen_bf16(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 inline F32 load_i8(const int8_t* p) {
-  const __m128i b = _mm_loadu_si128((const __m128i*)p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
 }
 inline void store_i8(int8_t* p, F32 a) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));  // 0-3, 8-11, 4-7, 12-15

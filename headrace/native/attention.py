@@ -103,7 +103,7 @@ def functions() -> ctypes.CDLL:
         "headrace_argmax": [name, array, number, ctypes.POINTER(number)],
         "headrace_kv_bytes": [ctypes.POINTER(KVLayer), *[ctypes.POINTER(number)] * 3],
         "headrace_kv_store": [name, ctypes.POINTER(KVLayer), ctypes.c_int32, number, array, array],
-        "headrace_attend": [name, ctypes.POINTER(Attention), number],
+        "headrace_attend": [name, ctypes.POINTER(Attention), number, ctypes.c_int32],
     }.items():
         getattr(loaded, function).argtypes = arguments
     return loaded
@@ -126,11 +126,12 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    apart: bool = False,
 ) -> Float32:
     """What ``queries``, [tokens, heads, head_dim], of the positions from ``start`` on, take from the values that they see.
 
-    ``table``: blocks of the sequence. Keys and values up to those of the last token are in the cache. ``window``: 0 for none. Raises
-    ValueError.
+    ``table``: blocks of the sequence. Keys and values up to those of the last token are in the cache. ``window``: 0 for none.
+    ``apart``: segment by segment, as threads do that share a sequence. Raises ValueError.
     """
     tokens, heads, head_dim = queries.shape
     out = np.empty(queries.shape, np.float32)
@@ -149,7 +150,7 @@ def attend(
         softcap,
         window,
     )
-    check(functions().headrace_attend(isa, task, len(table)))
+    check(functions().headrace_attend(isa, task, len(table), apart))
     return out
 
 

@@ -60,13 +60,24 @@ class Sequence:
             block, offset = divmod(position, case.tokens_per_block)
             store(isa, self.layer, int(self.table[block]), offset, self.keys[position], self.values[position])
 
-    def attend(self, isa: bytes, start: int, stop: int, kv_head: int | None = None) -> np.ndarray:
-        """Of the tokens [start, stop), one KV head or all."""
+    def attend(self, isa: bytes, start: int, stop: int, apart: bool = False) -> np.ndarray:
+        """Of the tokens [start, stop)."""
         case, found = self.case, []
-        for head in range(case.kv_heads) if kv_head is None else [kv_head]:
+        for head in range(case.kv_heads):
             queries = np.ascontiguousarray(self.queries[start:stop, head * case.heads : (head + 1) * case.heads])
             found.append(
-                attend(isa, self.layer, self.table, head, start, queries, scale=case.scale, softcap=case.softcap, window=case.window)
+                attend(
+                    isa,
+                    self.layer,
+                    self.table,
+                    head,
+                    start,
+                    queries,
+                    scale=case.scale,
+                    softcap=case.softcap,
+                    window=case.window,
+                    apart=apart,
+                )
             )
         return np.concatenate(found, axis=1)
 
@@ -135,6 +146,13 @@ def test_a_token_has_the_same_bits_alone_and_in_any_chunk(dtype: str, window: in
         for start in (0, 15, 300, 505, 539):
             stop = min(start + size, 540)
             assert_same(sequence.attend(BEST, start, stop), whole[start:stop], f"{size} from {start}")
+
+
+@pytest.mark.parametrize("window", [0, 40, 800])
+def test_threads_that_share_the_segments_give_the_same_bits(isa: bytes, window: int) -> None:
+    sequence = Sequence(Case(1700, window=window, kv_heads=1, heads=2, head_dim=4))
+    for start, stop in ((1699, 1700), (1020, 1030), (0, 2)):
+        assert_same(sequence.attend(isa, start, stop, apart=True), sequence.attend(isa, start, stop), f"from {start}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
