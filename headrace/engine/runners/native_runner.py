@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from headrace.engine.pipeline import Pipeline
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.native_decoder import NativeDecoder
 from headrace.engine.runners.native_file import MappedWeights, Weights
-from headrace.engine.runners.native_group import RankSums
+from headrace.engine.runners.native_group import RankSums, default_threads
 from headrace.engine.runners.native_weights import NativeWeights
 from headrace.engine.runners.row_runner import open_engine
 from headrace.engine.step_trace import StepTrace
@@ -58,7 +57,7 @@ class NativeRunner:
         self.limits = cache_limits(config, context)
         stage = Stage.of(self.model_config, place.stage, place.pipeline_parallel_size)
         try:
-            self._pool = Pool(config.num_threads or max(1, len(os.sched_getaffinity(0)) // collectives.size))
+            self._pool = Pool(config.num_threads or default_threads(collectives))
         except NativeLibraryError as error:
             raise ModelError(f"num_threads={config.num_threads}: {error}") from None
         self._sums = RankSums(pipeline.group)
