@@ -123,13 +123,22 @@ struct Plain {
   }
 };
 
-// Rows [first, first + count) of x in tiles, the last one smaller.
-template <class Product, bool kExpanded, int kCount = Product::kTile>
-inline void multiply_tiles(const typename Product::Piece& w, const Rows& x, int64_t first, int64_t count, float* sums) {
-  int64_t row = 0;
-  for (; row + kCount <= count; row += kCount) Product::template multiply<kCount, kExpanded>(w, x, first + row, sums + row * kPanel);
+// `count` rows of x, at most kCount.
+template <class Product, bool kExpanded, int kCount>
+inline void multiply_tile(const typename Product::Piece& w, const Rows& x, int64_t first, int64_t count, float* sums) {
   if constexpr (kCount > 1)
-    if (row < count) multiply_tiles<Product, kExpanded, kCount - 1>(w, x, first + row, count - row, sums + row * kPanel);
+    if (count < kCount) return multiply_tile<Product, kExpanded, kCount - 1>(w, x, first, count, sums);
+  Product::template multiply<kCount, kExpanded>(w, x, first, sums);
+}
+
+// Rows [first, first + count) of x, in as few tiles as there can be and all about as high.
+template <class Product, bool kExpanded>
+inline void multiply_tiles(const typename Product::Piece& w, const Rows& x, int64_t first, int64_t count, float* sums) {
+  for (int64_t tiles = (count + Product::kTile - 1) / Product::kTile; tiles > 0; --tiles) {
+    const int64_t rows = (count + tiles - 1) / tiles;
+    multiply_tile<Product, kExpanded, Product::kTile>(w, x, first, rows, sums);
+    first += rows, count -= rows, sums += rows * kPanel;
+  }
 }
 
 // The first `width` numbers of each row of sums, with bias, to out.
@@ -159,14 +168,14 @@ inline void multiply_panels(const Matrix& w, const Rows& x, int64_t begin, int64
     for (int64_t first = 0; first < x.rows; first += Product::kRows) {
       const int64_t count = smaller(Product::kRows, x.rows - first);
       std::memset(sums, 0, count * kPanel * sizeof(float));
-      const bool one_tile = count <= Product::kTile;
-      const int64_t step = one_tile ? w.columns : Product::kColumns;
+      const bool expand = Product::kRoom && count > 2 * Product::kTile;
+      const int64_t step = count > Product::kTile ? Product::kColumns : w.columns;
       for (int64_t column = 0; column < w.columns; column += step) {
         const auto piece = Product::piece(w, panel, column, smaller(column + step, w.columns));
-        if (one_tile || Product::kRoom == 0)
-          multiply_tiles<Product, false>(piece, x, first, count, sums);
-        else
+        if (expand)
           multiply_tiles<Product, Product::kRoom != 0>(Product::expand(piece, room), x, first, count, sums);
+        else
+          multiply_tiles<Product, false>(piece, x, first, count, sums);
       }
       write_sums(sums, count, width, bias ? bias + row : nullptr, out + first * out_stride + row, out_stride, accumulate);
     }
