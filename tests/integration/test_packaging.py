@@ -98,9 +98,6 @@ def test_the_metadata_say_what_is_needed(wheel):
         "tqdm",
         "cloudpickle",
         "aiohttp",
-        "onnxruntime",
-        "onnx",
-        "onnxruntime-extensions",
     }
 
 

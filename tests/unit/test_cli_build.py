@@ -119,7 +119,7 @@ def test_without_onnx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, "headrace.engine.build.compiler")
     monkeypatch.setitem(sys.modules, "onnx", None)
     assert main(["build", "--backend", "onnxruntime", "-o", "out"]) == 1
-    assert "headrace build for onnxruntime needs onnx, which is not installed: pip install onnx" in capsys.readouterr().err
+    assert 'headrace build for onnxruntime needs onnx, which is not installed: pip install "headrace[onnx]"' in capsys.readouterr().err
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

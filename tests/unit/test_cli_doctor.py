@@ -103,6 +103,7 @@ def test_no_model_is_a_finding(tmp_path):
     assert "none.gguf" in found.found
 
 
+UNBUILT = "libheadrace.so was not built: there is no C++ compiler"
 NATIVE = "instruction set fast (others that run here: portable), 3 cores"
 
 
@@ -131,7 +132,7 @@ def test_each_runner_is_a_finding_and_so_is_which_one_auto_takes(machine):
     assert list(found) == ["native", "torch", "onnxruntime", "tensorrt", "tensorrt-rtx", "runner"]
     assert found["tensorrt"] == Finding("tensorrt", "note", "not installed, and there is no GPU for it")
     assert found["runner"] == Finding("runner", "ok", f"auto takes {CPU_ORDER[0]}: it is the first choice on CPU")
-    found = machine(["onnxruntime"])
+    found = machine(["onnxruntime"], no_native=UNBUILT)
     assert found["torch"] == Finding("torch", "note", "not installed", 'pip install "headrace[torch]"')
     assert found["runner"].found.startswith("auto takes onnxruntime: ")
 
@@ -145,21 +146,19 @@ def test_the_native_runner_tells_what_it_computes_with_or_why_it_is_not_there(ma
     assert machine([])["native"] == slow
     huge_pages.write_text("always [madvise] never\n")
     assert machine([])["native"] == Finding("native", "ok", f"{NATIVE}, huge pages")
-    found = machine(["torch"], no_native="libheadrace.so was not built")
-    assert found["native"] == Finding("native", "note", "libheadrace.so was not built", INSTALL["native"])
+    assert machine(["torch"], no_native=UNBUILT)["native"] == Finding("native", "note", UNBUILT, INSTALL["native"])
 
 
 def test_only_the_runner_that_auto_takes_must_work(machine):
-    other = CPU_ORDER[1]
-    assert machine(["onnxruntime", "torch"], broken=[CPU_ORDER[0]])[CPU_ORDER[0]] == Finding(
-        CPU_ORDER[0], "missing", "boom", INSTALL[CPU_ORDER[0]]
-    )
-    found = machine(["onnxruntime", "torch"], broken=[other])
+    _, taken, other = CPU_ORDER
+    found = machine(["onnxruntime", "torch"], broken=[taken, other], no_native=UNBUILT)
+    assert found[taken] == Finding(taken, "missing", "boom", INSTALL[taken])
     assert found[other] == Finding(other, "note", "boom", INSTALL[other]) and found["runner"].state == "ok"
+    assert machine(["onnxruntime", "torch"], broken=[taken, other])[taken] == Finding(taken, "note", "boom", INSTALL[taken])
 
 
 def test_no_runner_is_missing_and_says_what_to_install(machine):
-    found = machine([])
+    found = machine([], no_native=UNBUILT)
     assert found["runner"].state == "missing" and all(INSTALL[runner] in found["runner"].found for runner in CPU_ORDER)
 
 

@@ -69,6 +69,6 @@ def test_profiles_are_taken_only_where_the_operator_says_and_ranks_that_run_else
 
 def test_adapters_decide_who_runs_the_model() -> None:
     machine = Machine(packages=frozenset({"torch", "onnxruntime", "onnx"}))
-    for options, runner in (([], "onnxruntime"), (["--lora", "a=/adapter"], "torch")):
+    for options, runner in (([], "native"), (["--lora", "a=/adapter"], "torch")):
         asked = serving_arguments(parsed(*options))
         assert choose_runner(Asked(asked["runner"], max_loras=asked.get("max_loras")), machine).runner == runner

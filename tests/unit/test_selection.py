@@ -15,6 +15,7 @@ from headrace.selection import CPU_ORDER, INSTALL, PACKAGES, Asked, Machine, cho
 ALL = frozenset(name for names in PACKAGES.values() for name in names)
 NO_TORCH, NO_ONNX = ALL - {"torch"}, ALL - {"onnxruntime"}
 CUDA = {"torch_cuda": "13.0", "gpus": 2}
+UNBUILT = {"no_native": "libheadrace.so was not built: there is no C++ compiler"}
 
 
 def chosen(packages: frozenset[str] = ALL, machine: dict[str, Any] | None = None, **asked: Any) -> str:
@@ -31,25 +32,30 @@ def chosen(packages: frozenset[str] = ALL, machine: dict[str, Any] | None = None
         # With a GPU: torch, if it is built for it.
         (ALL, CUDA, {}, "torch"),
         (ALL, CUDA, {"dtype": "bfloat16", "max_loras": 8}, "torch"),
-        (ALL, CUDA, {"quantization": "int4"}, "onnxruntime"),
+        (ALL, CUDA, {"quantization": "int4"}, "native"),
         (ALL, CUDA, {"device": "cpu"}, CPU_ORDER[0]),
         # The ranks, which may be elsewhere, tell that there is none.
         (NO_TORCH, {}, {"device": "cuda"}, "torch"),
-        (NO_TORCH, {"gpus": 2}, {}, "onnxruntime"),
+        (NO_TORCH, {"gpus": 2}, {}, "native"),
         (ALL, {"torch_cuda": "13.0"}, {}, CPU_ORDER[0]),
         (ALL, {"gpus": 2}, {}, CPU_ORDER[0]),
         # On CPU: what is installed and can do it.
         (ALL, {}, {}, CPU_ORDER[0]),
         (ALL, {}, {"max_loras": 0}, CPU_ORDER[0]),
-        (NO_TORCH, {}, {}, "onnxruntime"),
-        (NO_ONNX, {}, {}, "torch"),
-        (ALL - {"onnx"}, {}, {}, "torch"),
+        (frozenset(), {}, {}, "native"),
         (ALL, {}, {"max_loras": 2}, "torch"),
-        (ALL, {}, {"dtype": "bfloat16"}, "torch"),
-        (NO_TORCH, {}, {"dtype": "float16"}, "onnxruntime"),
-        (ALL, {}, {"quantization": "int8"}, "onnxruntime"),
-        (ALL, {}, {"runner": "native", "quantization": "int8"}, "native"),
-        (frozenset(), {"no_native": "it is not there"}, {"runner": "native"}, "native"),
+        (ALL, {}, {"dtype": "bfloat16"}, "native"),
+        (ALL, {}, {"quantization": "int8"}, "native"),
+        # Where the native library is not there.
+        (ALL, UNBUILT, {}, "onnxruntime"),
+        (NO_TORCH, UNBUILT, {}, "onnxruntime"),
+        (NO_ONNX, UNBUILT, {}, "torch"),
+        (ALL - {"onnx"}, UNBUILT, {}, "torch"),
+        (ALL, UNBUILT, {"dtype": "bfloat16"}, "torch"),
+        (NO_TORCH, UNBUILT, {"dtype": "float16"}, "onnxruntime"),
+        (ALL, UNBUILT, {"quantization": "int8"}, "onnxruntime"),
+        (ALL, CUDA | UNBUILT, {"quantization": "int8"}, "onnxruntime"),
+        (frozenset(), UNBUILT, {"runner": "native"}, "native"),
         (frozenset(), {}, {"backend": "native"}, "native"),
         # What was asked for is taken, and what is missing for it is told by the ranks, which may be elsewhere.
         (frozenset(), {}, {"runner": "torch"}, "torch"),
@@ -63,6 +69,8 @@ def test_the_runner_that_fits_is_chosen(packages: frozenset[str], machine: dict[
 @pytest.mark.parametrize(
     ("packages", "asked", "message"),
     [
+        # Every way out.
+        (frozenset(), {}, f"native cannot run: {UNBUILT['no_native']}; {INSTALL['native']}; onnxruntime is not installed: "),
         (frozenset(), {}, "torch is not installed: " + INSTALL["torch"]),
         (frozenset(), {}, "onnxruntime is not installed: " + INSTALL["onnxruntime"]),
         (NO_TORCH, {"max_loras": 2}, "torch is not installed: " + INSTALL["torch"]),
@@ -70,37 +78,31 @@ def test_the_runner_that_fits_is_chosen(packages: frozenset[str], machine: dict[
         (NO_ONNX, {"quantization": "int4"}, "onnxruntime is not installed"),
         (ALL, {"quantization": "int4", "max_loras": 1}, "max_loras=1"),
         (ALL, {"runner": "onnxruntime", "max_loras": 1}, "runner='onnxruntime': max_loras=1, and LoRA adapters are run by runner='torch'"),
+        (ALL, {"runner": "native", "max_loras": 1}, "runner='native': max_loras=1, and LoRA adapters are run by runner='torch'"),
         (ALL, {"runner": "torch", "quantization": "int8"}, "runner='torch': quantization='int8'"),
         (ALL, {"runner": "onnxruntime", "dtype": "bfloat16"}, "runner='onnxruntime': dtype='bfloat16'"),
         (ALL, {"runner": "onnxruntime", "device": "cuda"}, "runner='onnxruntime': device='cuda', and it computes on the CPU"),
+        (ALL, {"runner": "native", "device": "cuda"}, "runner='native': device='cuda', and it computes on the CPU"),
         (ALL, {"runner": "tensorrt", "device": "cpu"}, "runner='tensorrt': device='cpu', and it computes on GPUs"),
         (ALL, {"quantization": "int8", "device": "cuda"}, "torch: quantization='int8'"),
-        (ALL, {"runner": "native", "device": "cuda"}, "runner='native': device='cuda', and it computes on the CPU"),
-        (ALL, {"runner": "native", "max_loras": 1}, "runner='native': max_loras=1, and LoRA adapters are run by runner='torch'"),
         (ALL, {"runner": "pytorch"}, "runner='pytorch': it must be one of auto, native, torch, "),
         (ALL, {"runner": "torch", "backend": "tensorrt"}, "runner='torch': this engine was built for 'tensorrt'"),
         (NO_ONNX, {"backend": "onnxruntime"}, "this engine was built for 'onnxruntime': onnxruntime is not installed: pip install"),
         (ALL, {"backend": "tensorrt", "max_loras": 3}, "this engine was built for 'tensorrt': max_loras=3"),
+        (ALL, {"backend": "native"}, f"this engine was built for 'native': native cannot run: {UNBUILT['no_native']}; {INSTALL['native']}"),
     ],
 )
 def test_what_no_runner_can_do_is_refused_with_the_remedy(packages: frozenset[str], asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=re.escape(message)):
-        chosen(packages, **asked)
+        chosen(packages, UNBUILT, **asked)
 
 
 def test_the_reason_tells_what_spoke_against_the_first_choice() -> None:
-    first = CPU_ORDER[0]
     assert choose_runner(Asked(), Machine(packages=ALL)).reason == "it is the first choice on CPU"
-    missing = Machine(packages=ALL - set(PACKAGES[first]))
-    assert choose_runner(Asked(), missing).reason == f"on CPU it is the next choice ({first} is not installed: {INSTALL[first]})"
+    unbuilt = f"native cannot run: {UNBUILT['no_native']}; {INSTALL['native']}"
+    assert choose_runner(Asked(), Machine(packages=ALL, **UNBUILT)).reason == f"on CPU it is the next choice ({unbuilt})"
     assert choose_runner(Asked(), Machine(packages=ALL, torch_cuda="13.0", gpus=1)).reason == "on a GPU, by PyTorch for CUDA 13.0"
     assert choose_runner(Asked(), Machine(packages=ALL, torch_cuda="13.0", gpus=3)).reason == "on 3 GPUs, by PyTorch for CUDA 13.0"
-
-
-def test_why_the_native_library_is_not_there_is_part_of_the_refusal() -> None:
-    machine = Machine(no_native="libheadrace.so was not built")
-    with pytest.raises(ModelError, match=re.escape(f"'native': native cannot run: libheadrace.so was not built; {INSTALL['native']}")):
-        choose_runner(Asked(backend="native"), machine)
 
 
 def test_looking_tells_why_the_native_library_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

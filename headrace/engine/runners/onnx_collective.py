@@ -89,7 +89,7 @@ def _native() -> Any:
     spec = None if package is None else PathFinder.find_spec(name, package.submodule_search_locations)
     if spec is None or spec.loader is None:
         raise ModelError(
-            "tensor parallelism with onnxruntime needs onnxruntime-extensions, which is not installed: pip install onnxruntime-extensions"
+            'tensor parallelism with onnxruntime needs onnxruntime-extensions, which is not installed: pip install "headrace[onnx]"'
         )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
