@@ -19,6 +19,7 @@ env_help() {
     cat <<TEXT
 Environment:
   PYTHON=PATH       interpreter for the environment; default: the newest of python3.13 to python3.11 that works
+  CXX=PATH          compiler of the native library; default: g++
   TORCH_SPEC=SPEC   what pip installs as torch, for the tests alone; now: $TORCH_SPEC
   PIP_*             pip's own variables, for example PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS
 
