@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import time
@@ -43,7 +42,6 @@ from headrace.selection import INSTALL
 from headrace.telemetry import IterationStats, KvCacheEvent
 from headrace.tracing.hooks import Point
 from headrace.tracing.spans import About
-from headrace.version import __version__
 
 if TYPE_CHECKING:
     from headrace.text.vocabulary import Vocabulary
@@ -99,7 +97,14 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
     if config.runner == "auto":
         raise ModelError("runner 'auto' is a question: headrace.selection puts a name in its place before a world starts")
     if config.runner == "native":
-        return _load_native_runner(config, collectives, progress)
+        try:
+            library()
+        except NativeLibraryError as error:
+            raise ModelError(f"runner 'native' cannot run here: {error}; {INSTALL['native']}") from None
+        from headrace.engine.runners.native_runner import NativeRunner
+
+        with contextlib.nullcontext() if is_engine_folder(config.model) else open_checkpoint(config.model) as checkpoint:
+            return NativeRunner(config, checkpoint, collectives, progress)
     if config.runner == "onnxruntime":
         # Otherwise its import begins to collect what is to be sent to its makers, into a database in the user's folder.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -120,21 +125,6 @@ def load_runner(config: EngineConfig, collectives: Collectives, progress: Progre
 
     with open_checkpoint(config.model) as checkpoint:
         return TorchRunner(config, checkpoint, collectives, progress)
-
-
-def _load_native_runner(config: EngineConfig, collectives: Collectives, progress: ProgressHook) -> ModelRunner:
-    try:
-        library()
-    except NativeLibraryError as error:
-        raise ModelError(f"runner 'native' cannot run here: {error}; {INSTALL['native']}") from None
-    try:
-        module = importlib.import_module("headrace.engine.runners.native_runner")
-    except ModuleNotFoundError as error:
-        raise ModelError(f"runner 'native' is not part of headrace {__version__}: {error}") from None
-    folder = is_engine_folder(config.model)
-    with contextlib.nullcontext() if folder else open_checkpoint(config.model) as checkpoint:
-        runner: ModelRunner = module.NativeRunner(config, checkpoint, collectives, progress)
-        return runner
 
 
 @contextlib.contextmanager

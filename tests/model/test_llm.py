@@ -1,9 +1,9 @@
 """SmolLM2-135M through the whole path, user process to MPI world and back, against an independent reference (A40 in part, A42, A43, A46).
 
 The reference, tests/data/smollm2_greedy.json, was made in float32 by another implementation. Its two best logits are never closer than
-0.0116, so in float32 no choice is a matter of rounding and ids are compared exactly: with onnxruntime, on one to three ranks. What `auto`
-takes computes with the blocks of the file and rounds activations to 8 bits, so some texts go another way. It must be near the reference
-and is held to what it says itself to each prompt alone, of which nothing may change anything.
+0.0116, so in float32 no choice is a matter of rounding and ids are compared exactly: by the native runner and by onnxruntime, whatever the
+number of ranks. What `auto` does with this file is nearer to llama.cpp: it computes with the blocks as they are, and rounds activations to 8
+bits, so some texts go another way; it must be near the reference, and is held to what it says itself to each prompt alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from headrace import LLM, RequestError, SamplingParams
-from headrace.outputs import RequestOutput
+from headrace.outputs import CompletionOutput, RequestOutput
 from tests.trace_rules import read, spans
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -29,20 +28,26 @@ RESULTS: list[dict[str, Any]] = REFERENCE["results"]
 NAMES = [result["prompt"][:20] for result in RESULTS]
 TO_THE_END = SamplingParams(max_tokens=64, ignore_eos=True)
 TO_EOS = SamplingParams(max_tokens=64)
-EOS = REFERENCE["eos_token_id"]
+EOS: int = REFERENCE["eos_token_id"]
 FEW = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-#: what users have where they say nothing, over two ranks; for what does not depend on the runner or the number of ranks
-DEFAULT = pytest.mark.parametrize("llm", [("auto", 2)], ids=["auto"], indirect=True)
+#: runner, what matrices are stored in, and ranks
+WORLDS = {"tp1": ("native", "none", 1), "tp2": ("native", "none", 2), "tp3": ("onnxruntime", "none", 3), "auto": ("auto", "auto", 2)}
 
 
-@pytest.fixture(
-    scope="module", params=[("onnxruntime", 1), ("onnxruntime", 2), ("onnxruntime", 3), ("auto", 2)], ids=["tp1", "tp2", "tp3", "auto"]
-)
+def with_world(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("llm", [WORLDS[name]], ids=[name], indirect=True)
+
+
+#: for what does not depend on the number of ranks
+WITH_TWO_RANKS = with_world("tp2")
+
+
+@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS.keys())
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    runner, ranks = request.param
-    with LLM("smollm2-135m", runner=runner, tensor_parallel_size=ranks, kv_cache_tokens=8192) as llm:
+    runner, quantization, ranks = request.param
+    with LLM("smollm2-135m", runner=runner, quantization=quantization, tensor_parallel_size=ranks, kv_cache_tokens=8192) as llm:
         llm.executor.ping(60.0)  # so that the control channel, whose socket comes by itself, belongs to the fixture
         # The same for the line of calls to every rank.
         with pytest.raises(RequestError):
@@ -51,55 +56,53 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def results(llm: LLM) -> list[dict[str, Any]]:
-    """What this world must say: what the reference says, or, by the native runner, what it says itself to each prompt alone."""
-    if llm.facts.runner != "native":
+def expected(llm: LLM) -> list[dict[str, Any]]:
+    """What this world must say: what the reference says, or what it says itself where it computes with quantised blocks."""
+    if llm.facts.quantization == "none":
         return RESULTS
-    params = msgspec.structs.replace(TO_THE_END, skip_special_tokens=False, logprobs=0)
-    return [result | _said(llm, llm.generate(result["prompt_ids"], params)) for result in RESULTS]
+    return [result | _said(llm.generate(result["prompt_ids"], TO_THE_END).outputs[0]) for result in RESULTS]
 
 
-def _said(llm: LLM, output: RequestOutput) -> dict[str, Any]:
-    answer = output.outputs[0]
-    assert answer.logprobs is not None
+def _said(answer: CompletionOutput) -> dict[str, Any]:
     ids = answer.token_ids
-    until = ids[: ids.index(EOS) + 1] if EOS in ids else ids
-    return {
-        "output_ids_ignore_eos": ids,
-        "output_ids_stop_at_eos": until,
-        "text_ignore_eos_raw": answer.text,
-        "text_stop_at_eos": llm.tokenizer.decode([token for token in until if token != EOS]),
-        "logprobs_ignore_eos": [entry[token].logprob for entry, token in zip(answer.logprobs, ids, strict=True)],
-    }
+    return {"output_ids_ignore_eos": ids, "output_ids_stop_at_eos": ids[: ids.index(EOS) + 1] if EOS in ids else ids}
 
 
 def test_facts_describe_the_model(llm: LLM) -> None:
     """A8"""
     facts = llm.facts
     assert (facts.vocab_size, facts.eos_token_ids, facts.dtype) == (49152, (EOS,), "float32")
-    asked = facts.runner == "onnxruntime"
-    assert facts.runner_reason == ("it was asked for" if asked else "it is the first choice on CPU")
-    assert (facts.runner, facts.quantization) == (("onnxruntime", "none") if asked else ("native", "Q4_1"))
+    if facts.runner_reason == "it is the first choice on CPU":
+        assert (facts.runner, facts.quantization) == ("native", "Q4_1")
+    else:
+        assert (facts.runner_reason, facts.quantization) == ("it was asked for", "none")
     assert facts.max_seq_len == 8192
     assert facts.num_kv_blocks * facts.tokens_per_block == 8192
     assert {"headrace", "python", "mpi", facts.runner} <= facts.versions.keys()
 
 
-def test_it_is_near_the_reference(llm: LLM, results: list[dict[str, Any]]) -> None:
-    """A46: the same answer where that is short, and else the same beginning."""
-    assert results[0]["text_stop_at_eos"] == RESULTS[0]["text_stop_at_eos"]
-    for own, right in zip(results, RESULTS, strict=True):
-        assert own["output_ids_ignore_eos"][:8] == right["output_ids_ignore_eos"][:8]
-        assert own["logprobs_ignore_eos"][:8] == pytest.approx(right["logprobs_ignore_eos"][:8], abs=0.2)
+@with_world("auto")
+def test_quantised_it_is_near_the_reference(llm: LLM) -> None:
+    """A46: what the reference says is as likely to it, token by token and in all."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompts = [result["prompt_ids"] + result["output_ids_ignore_eos"] for result in RESULTS]
+    own: list[float] = []
+    for result, output in zip(RESULTS, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        assert output.prompt_logprobs is not None
+        own += [one.logprob for entry in output.prompt_logprobs[len(result["prompt_ids"]) :] if entry is not None for one in entry.values()]
+    right = [logprob for result in RESULTS for logprob in result["logprobs_ignore_eos"]]
+    assert len(own) == len(right) == 5 * 64
+    assert sum(own) / len(own) == pytest.approx(sum(right) / len(right), abs=0.02)
+    assert sum(abs(one - other) for one, other in zip(own, right, strict=True)) / len(right) < 0.06
 
 
 @pytest.mark.parametrize("number", range(len(RESULTS)), ids=NAMES)
-def test_greedy_alone_streamed(llm: LLM, results: list[dict[str, Any]], number: int) -> None:
+def test_greedy_alone_streamed(llm: LLM, expected: list[dict[str, Any]], number: int) -> None:
     """A42, A46: token by token, nothing lost, nothing doubled, no character split.
 
     How many ranks there are shows in the ids only, and of those the batch below compares all 64.
     """
-    result = results[number]
+    result = expected[number]
     count = 64 if llm.facts.tensor_parallel_size == 1 else 24
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     pieces: list[RequestOutput] = list(llm.generate_async(result["prompt_text"], params, streaming=True))
@@ -115,28 +118,29 @@ def test_greedy_alone_streamed(llm: LLM, results: list[dict[str, Any]], number: 
     assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_greedy_all_in_one_batch(llm: LLM, results: list[dict[str, Any]]) -> None:
+def test_greedy_all_in_one_batch(llm: LLM, expected: list[dict[str, Any]]) -> None:
     """A46"""
-    outputs = llm.generate([result["prompt_ids"] for result in results], TO_THE_END, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == [result["output_ids_ignore_eos"] for result in results]
+    outputs = llm.generate([result["prompt_ids"] for result in RESULTS], TO_THE_END, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [result["output_ids_ignore_eos"] for result in expected]
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
-def test_greedy_with_end_of_sequence(llm: LLM, results: list[dict[str, Any]]) -> None:
+def test_greedy_with_end_of_sequence(llm: LLM, expected: list[dict[str, Any]]) -> None:
     """A40: the end of sequence is among the ids and gives no text."""
-    outputs = llm.generate([result["prompt_text"] for result in results], TO_EOS, use_tqdm=False)
-    for output, result in zip(outputs, results, strict=True):
+    outputs = llm.generate([result["prompt_text"] for result in RESULTS], TO_EOS, use_tqdm=False)
+    for output, result in zip(outputs, expected, strict=True):
         answer = output.outputs[0]
         assert answer.token_ids == result["output_ids_stop_at_eos"]
-        assert answer.text == result["text_stop_at_eos"]
+        assert answer.text == llm.tokenizer.decode([token for token in answer.token_ids if token != EOS])
+        assert answer.text == result["text_stop_at_eos"] or llm.facts.quantization != "none"
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 2 else "length")
         assert answer.stop_reason is None
 
 
-@DEFAULT
-def test_a_common_beginning_is_computed_once_for_each_salt(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_a_common_beginning_is_computed_once_for_each_salt(llm: LLM) -> None:
     """A44: over the whole path; every rank finds the blocks, or the text would differ."""
-    prompt, expected = results[2]["prompt_ids"], results[2]["output_ids_ignore_eos"][:4]
+    prompt, expected = RESULTS[2]["prompt_ids"], RESULTS[2]["output_ids_ignore_eos"][:4]
     full = (len(prompt) - 1) // llm.facts.tokens_per_block
     assert full, "the prompt must fill a block"
     llm.reset_prefix_cache()
@@ -155,15 +159,15 @@ def test_a_common_beginning_is_computed_once_for_each_salt(llm: LLM, results: li
         assert tokens.count(prompt[place * size : (place + 1) * size]) == 2, "once for each salt"
 
 
-@DEFAULT
-def test_special_tokens_can_be_shown(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_special_tokens_can_be_shown(llm: LLM) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True, skip_special_tokens=False)
-    assert llm.generate(results[0]["prompt_text"], params).outputs[0].text == results[0]["text_ignore_eos_raw"]
+    assert llm.generate(RESULTS[0]["prompt_text"], params).outputs[0].text == RESULTS[0]["text_ignore_eos_raw"]
 
 
-@DEFAULT
-def test_chat_equals_its_rendered_prompt(llm: LLM, results: list[dict[str, Any]]) -> None:
-    chats = [result for result in results if result["chat"]]
+@WITH_TWO_RANKS
+def test_chat_equals_its_rendered_prompt(llm: LLM) -> None:
+    chats = [result for result in RESULTS if result["chat"]]
     outputs = llm.chat([[{"role": "user", "content": result["prompt"]}] for result in chats], TO_EOS, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [result["prompt_ids"] for result in chats]
     assert [output.outputs[0].text for output in outputs] == [result["text_stop_at_eos"] for result in chats]
@@ -171,10 +175,10 @@ def test_chat_equals_its_rendered_prompt(llm: LLM, results: list[dict[str, Any]]
     assert one.outputs[0].text == chats[0]["text_stop_at_eos"]
 
 
-@DEFAULT
-def test_stop_string_over_several_tokens(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_stop_string_over_several_tokens(llm: LLM) -> None:
     """A40: text and ids are cut at the same place, streaming or not, and the engine is told to stop."""
-    result = results[0]
+    result = RESULTS[0]
     full = result["text_stop_at_eos"]
     stop = "France is"
     params = SamplingParams(max_tokens=64, ignore_eos=True, stop=["never there", stop])
@@ -190,26 +194,27 @@ def test_stop_string_over_several_tokens(llm: LLM, results: list[dict[str, Any]]
     assert kept.outputs[0].text == full[: full.index(stop) + len(stop)]
 
 
-@DEFAULT
-def test_stop_token_id(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_stop_token_id(llm: LLM) -> None:
     """A40"""
-    result = results[0]
+    result = RESULTS[0]
     stop = result["output_ids_ignore_eos"][4]
     answer = llm.generate(result["prompt_text"], SamplingParams(max_tokens=64, stop_token_ids=[stop])).outputs[0]
     assert answer.token_ids == result["output_ids_ignore_eos"][:5]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
 
 
-def test_logprobs_with_and_without_streaming(llm: LLM, results: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("llm", [WORLDS[name] for name in ("tp1", "tp2", "tp3")], ids=["tp1", "tp2", "tp3"], indirect=True)
+def test_logprobs_with_and_without_streaming(llm: LLM) -> None:
     """A41: those of the reference, for any number of ranks."""
-    result = results[0]
+    result = RESULTS[0]
     params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=0)
     output = llm.generate(result["prompt_text"], params)
     whole = output.outputs[0]
     assert whole.token_ids == result["output_ids_ignore_eos"][:8]
     assert whole.logprobs is not None and output.prompt_logprobs is not None
     chosen = [entry[token].logprob for entry, token in zip(whole.logprobs, whole.token_ids, strict=True)]
-    assert chosen == pytest.approx(result["logprobs_ignore_eos"][:8], abs=1e-3)
+    assert chosen == pytest.approx(result["logprobs_ignore_eos"][:8], abs=5e-3)
     assert whole.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-5)
     assert all(entry[token].rank == 1 and len(entry) == 2 for entry, token in zip(whole.logprobs, whole.token_ids, strict=True))
     assert output.prompt_logprobs[0] is None
@@ -221,10 +226,10 @@ def test_logprobs_with_and_without_streaming(llm: LLM, results: list[dict[str, A
     assert [entry[token].logprob for entry, token in zip(streamed, whole.token_ids, strict=True)] == pytest.approx(chosen, abs=1e-4)
 
 
-@DEFAULT
-def test_logprobs_are_cut_where_the_text_is(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_logprobs_are_cut_where_the_text_is(llm: LLM) -> None:
     """A40: text, ids and logprobs end at the same place; before min_tokens no stop string is looked for."""
-    prompt, text = results[0]["prompt_text"], results[0]["text_stop_at_eos"]
+    prompt, text = RESULTS[0]["prompt_text"], RESULTS[0]["text_stop_at_eos"]
     stopped = llm.generate(prompt, SamplingParams(max_tokens=12, stop="France is", logprobs=0)).outputs[0]
     assert stopped.text == text[: text.index("France is")] and stopped.logprobs is not None
     assert [list(entry) for entry in stopped.logprobs] == [[token] for token in stopped.token_ids]
@@ -232,15 +237,15 @@ def test_logprobs_are_cut_where_the_text_is(llm: LLM, results: list[dict[str, An
     assert later.text == text
 
 
-@DEFAULT
-def test_what_may_not_be_said_is_not_said(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_what_may_not_be_said_is_not_said(llm: LLM) -> None:
     """Bad words through the tokenizer, and the user's own callable, which comes from this file and not from a module."""
-    prompt = results[0]["prompt_text"]
+    prompt = RESULTS[0]["prompt_text"]
     calls = 3
 
     def no_the(request_id: int, logits: Any, token_ids: list[int]) -> None:
         assert len(token_ids) >= calls
-        logits[results[0]["output_ids_ignore_eos"][0]] = -float("inf")
+        logits[RESULTS[0]["output_ids_ignore_eos"][0]] = -float("inf")
 
     def broken(request_id: int, logits: Any, token_ids: list[int]) -> None:
         raise LookupError("of the user's own making")
@@ -251,26 +256,26 @@ def test_what_may_not_be_said_is_not_said(llm: LLM, results: list[dict[str, Any]
         [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, bad="Paris"), SamplingParams(max_tokens=12, logits_processor=no_the)],
         use_tqdm=False,
     )
-    assert free.outputs[0].text == results[0]["text_stop_at_eos"]
+    assert free.outputs[0].text == RESULTS[0]["text_stop_at_eos"]
     assert "Paris" not in bad.outputs[0].text and bad.outputs[0].text.startswith("The capital of France is")
     assert not own.outputs[0].text.startswith("The")
     with pytest.raises(RequestError, match="LookupError: of the user's own making"):
         failing.result(60)
 
 
-@DEFAULT
-def test_beams_are_choices_in_the_order_of_their_scores(llm: LLM, results: list[dict[str, Any]]) -> None:
-    output = llm.generate(results[0]["prompt_text"], SamplingParams(max_tokens=10, use_beam_search=True, n=2, best_of=3))
+@WITH_TWO_RANKS
+def test_beams_are_choices_in_the_order_of_their_scores(llm: LLM) -> None:
+    output = llm.generate(RESULTS[0]["prompt_text"], SamplingParams(max_tokens=10, use_beam_search=True, n=2, best_of=3))
     first, second = output.outputs
-    assert first.text == results[0]["text_stop_at_eos"] and first.finish_reason == "stop"
+    assert first.text == RESULTS[0]["text_stop_at_eos"] and first.finish_reason == "stop"
     assert second.text != first.text and (second.cumulative_logprob or 0) < (first.cumulative_logprob or 0) < 0
 
 
-@DEFAULT
-def test_seeded_text_does_not_depend_on_neighbours(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_seeded_text_does_not_depend_on_neighbours(llm: LLM) -> None:
     """A43"""
     params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
-    prompt = results[1]["prompt_text"]
+    prompt = RESULTS[1]["prompt_text"]
     alone = llm.generate(prompt, params).outputs[0].token_ids
     others = [SamplingParams(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(7)]
     batch = llm.generate([prompt] * 8, [*others[:3], params, *others[3:]], use_tqdm=False)
@@ -278,8 +283,8 @@ def test_seeded_text_does_not_depend_on_neighbours(llm: LLM, results: list[dict[
     assert len({tuple(output.outputs[0].token_ids) for output in batch}) > 1
 
 
-@DEFAULT
-def test_async_side_by_side(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_async_side_by_side(llm: LLM) -> None:
     """A20: await and async for, together in one loop."""
 
     async def stream(result: dict[str, Any]) -> list[int]:
@@ -289,35 +294,35 @@ def test_async_side_by_side(llm: LLM, results: list[dict[str, Any]]) -> None:
         return tokens
 
     async def both() -> tuple[list[list[int]], RequestOutput]:
-        whole = llm.generate_async(results[0]["prompt_text"], FEW)
-        return await asyncio.gather(*map(stream, results[1:3])), await whole
+        whole = llm.generate_async(RESULTS[0]["prompt_text"], FEW)
+        return await asyncio.gather(*map(stream, RESULTS[1:3])), await whole
 
     streams, whole = asyncio.run(both())
-    assert streams == [result["output_ids_ignore_eos"][:24] for result in results[1:3]]
-    assert whole.outputs[0].token_ids == results[0]["output_ids_ignore_eos"][:24]
+    assert streams == [result["output_ids_ignore_eos"][:24] for result in RESULTS[1:3]]
+    assert whole.outputs[0].token_ids == RESULTS[0]["output_ids_ignore_eos"][:24]
 
 
-@DEFAULT
-def test_abort_keeps_the_text_so_far_and_disturbs_nobody(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_abort_keeps_the_text_so_far_and_disturbs_nobody(llm: LLM) -> None:
     """A16, A18"""
-    victim = llm.generate_async(results[1]["prompt_text"], SamplingParams(max_tokens=2000, ignore_eos=True), streaming=True)
-    other = llm.generate_async(results[2]["prompt_text"], FEW)
+    victim = llm.generate_async(RESULTS[1]["prompt_text"], SamplingParams(max_tokens=2000, ignore_eos=True), streaming=True)
+    other = llm.generate_async(RESULTS[2]["prompt_text"], FEW)
     first = next(victim)
     victim.abort()
     end = victim.result(60)
     assert end.outputs[0].finish_reason == "abort"
     assert end.outputs[0].text.startswith(first.outputs[0].text)
-    assert other.result(60).outputs[0].token_ids == results[2]["output_ids_ignore_eos"][:24]
+    assert other.result(60).outputs[0].token_ids == RESULTS[2]["output_ids_ignore_eos"][:24]
 
 
-@DEFAULT
-def test_a_refused_prompt_disturbs_nobody(llm: LLM, results: list[dict[str, Any]]) -> None:
+@WITH_TWO_RANKS
+def test_a_refused_prompt_disturbs_nobody(llm: LLM) -> None:
     """A34"""
     with pytest.raises(RequestError, match=r"49152.*49151"):
         llm.generate([1, 49152])
     with pytest.raises(RequestError, match=r"8193.*8192"):
         llm.generate([1] * 8000, SamplingParams(max_tokens=193))
-    assert llm.generate(results[0]["prompt_text"], TO_EOS).outputs[0].text == results[0]["text_stop_at_eos"]
+    assert llm.generate(RESULTS[0]["prompt_text"], TO_EOS).outputs[0].text == RESULTS[0]["text_stop_at_eos"]
 
 
 def test_nothing_is_live_at_the_end(llm: LLM) -> None:
@@ -329,7 +334,7 @@ def test_nothing_is_live_at_the_end(llm: LLM) -> None:
     assert llm.executor.stats()["kv_blocks_used"] == 0
 
 
-@DEFAULT
+@with_world("tp3")
 def test_a_trace_shows_text_and_collectives(llm: LLM, tmp_path: Path) -> None:
     """A59: what a model does beside what the echo engine does, in every process."""
     llm.start_trace(tmp_path / "trace.json")

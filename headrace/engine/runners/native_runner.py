@@ -84,11 +84,11 @@ class NativeRunner:
             self._pool.close()
             raise
         self.dtype, self.quantization = self._decoder.dtype, self._decoder.quantization
-        self.versions = {"instruction set": instruction_set()}
+        self.versions = {"native": f"{__version__} {instruction_set()}"}
         # While a profile is taken.
         self._trace: StepTrace | None = None
         self._steps = 0
-        log.info("rank %d computes with %d threads, %s", collectives.rank, self._pool.threads, self.versions["instruction set"])
+        log.info("rank %d computes with %d threads, %s", collectives.rank, self._pool.threads, instruction_set())
 
     def execute(self, arrays: Sequence[Int32]) -> Float32 | StepLogits | None:
         """Run a ``StepPlan``. Rank 0 gets logits, see ``ModelRunner``; the others get None."""
