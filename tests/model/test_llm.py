@@ -2,8 +2,8 @@
 
 The reference, tests/data/smollm2_greedy.json, was made in float32 by another implementation. Its two best logits are never closer than
 0.0116, so in float32 no choice is a matter of rounding and ids are compared exactly: by the native runner and by onnxruntime, whatever the
-number of ranks. What `auto` does with this file is nearer to llama.cpp: it computes with the blocks as they are, and rounds activations to 8
-bits, so some texts go another way; it must be near the reference, and is held to what it says itself to each prompt alone.
+number of ranks. What `auto` does with this file is nearer to llama.cpp: it computes with the blocks as they are, and rounds activations to
+8 bits, so some texts go another way; it must be near the reference, and is held to what it says itself to each prompt alone.
 """
 
 from __future__ import annotations

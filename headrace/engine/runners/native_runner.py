@@ -28,6 +28,7 @@ from headrace.errors import ModelError
 from headrace.native import NativeLibraryError, instruction_set
 from headrace.native.decoder import MAX_CANDIDATES
 from headrace.native.pool import Pool
+from headrace.version import __version__
 
 log = logging.getLogger("headrace.engine")
 
