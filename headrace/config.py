@@ -10,6 +10,7 @@ Runner = Literal["auto", "native", "torch", "onnxruntime", "tensorrt", "tensorrt
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4"]
+KVCacheDType = Literal["auto", "float16", "int8"]
 CapacityPolicy = Literal["MAX_UTILIZATION", "GUARANTEED_NO_EVICT"]
 
 
@@ -81,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_lora_rank: highest rank of an adapter.
         echo: settings of the echo engine.
         skip_selftest: runners that may serve although ``headrace selftest`` has not passed with them on this machine.
+        kv_cache_dtype: type that the native runner stores keys and values in; auto: float16. int8 has a scale for each token of a head.
     """
 
     model: str
@@ -108,6 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_lora_rank: int = 64
     echo: EchoConfig = EchoConfig()
     skip_selftest: tuple[Runner, ...] = ()
+    kv_cache_dtype: KVCacheDType = "auto"
 
     @property
     def world_size(self) -> int:

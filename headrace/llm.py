@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import msgspec
 
 from headrace.compiled import Settings, engine_manifest, follow
-from headrace.config import CapacityPolicy, Device, DType, EchoConfig, EngineConfig, EngineFacts, Quantization, Runner
+from headrace.config import CapacityPolicy, Device, DType, EchoConfig, EngineConfig, EngineFacts, KVCacheDType, Quantization, Runner
 from headrace.errors import ModelError, QueueFullError, RequestError
 from headrace.lora import LoraRequest
 from headrace.operations import EngineOperations
@@ -63,6 +63,7 @@ class LLM(EngineOperations):
         max_num_tokens: most tokens in one step.
         max_seq_len: most tokens of prompt plus output; None: the model's context length, as far as the KV cache holds it.
         kv_cache_tokens: size of the KV cache in tokens.
+        kv_cache_dtype: type that the native runner stores keys and values in: "float16", or "int8", half of it; auto: "float16".
         tokens_per_block: tokens in one KV block.
         num_threads: threads for each rank; None: cores divided by ranks.
         enable_block_reuse: requests take KV blocks that others have filled with the same tokens after the same beginning.
@@ -115,6 +116,7 @@ class LLM(EngineOperations):
         max_num_tokens: int = _DEFAULTS.max_num_tokens,
         max_seq_len: int | None = _DEFAULTS.max_seq_len,
         kv_cache_tokens: int = _DEFAULTS.kv_cache_tokens,
+        kv_cache_dtype: KVCacheDType = _DEFAULTS.kv_cache_dtype,
         tokens_per_block: int = _DEFAULTS.tokens_per_block,
         num_threads: int | None = _DEFAULTS.num_threads,
         enable_block_reuse: bool = _DEFAULTS.enable_block_reuse,
@@ -167,7 +169,8 @@ class LLM(EngineOperations):
             runner = "echo"
         else:
             backend = None if engine is None else engine.backend
-            runner, reason = choose_runner(Asked(runner, settings.dtype, settings.quantization, max_loras, backend, device), look())
+            asked = Asked(runner, settings.dtype, settings.quantization, max_loras, backend, device, kv_cache_dtype)
+            runner, reason = choose_runner(asked, look())
             log.info("runner %s: %s", runner, reason)
         source = tokenizer if tokenizer is not None else (path if path != "echo" else None)
         check_count(postprocess_workers)
@@ -191,6 +194,7 @@ class LLM(EngineOperations):
             max_num_tokens=max_num_tokens,
             max_seq_len=settings.max_seq_len,
             kv_cache_tokens=kv_cache_tokens,
+            kv_cache_dtype=kv_cache_dtype,
             tokens_per_block=tokens_per_block,
             num_threads=num_threads,
             enable_block_reuse=enable_block_reuse,

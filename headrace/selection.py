@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from headrace.config import Device, DType, Quantization, Runner
+from headrace.config import Device, DType, KVCacheDType, Quantization, Runner
 from headrace.errors import ModelError
 from headrace.native import NativeLibraryError, instruction_set
 
@@ -52,6 +52,7 @@ class Asked(NamedTuple):
     max_loras: int | None = None
     backend: Runner | None = None
     device: Device = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +127,8 @@ def cannot(runner: Runner, asked: Asked) -> str | None:
         return None
     if asked.max_loras and runner != "torch":
         return f"max_loras={asked.max_loras}, and LoRA adapters are run by runner='torch' alone"
+    if asked.kv_cache_dtype != "auto" and runner != "native":
+        return f"kv_cache_dtype={asked.kv_cache_dtype!r} is what runner='native' does"
     if asked.device == "cuda" and runner in ("native", "onnxruntime"):
         return "device='cuda', and it computes on the CPU"
     if asked.device == "cpu" and runner.startswith("tensorrt"):

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, get_args
 
-from headrace.config import Device, DType, EngineConfig, Quantization, Runner
+from headrace.config import Device, DType, EngineConfig, KVCacheDType, Quantization, Runner
 from headrace.errors import RequestError
 from headrace.params import SamplingParams
 from headrace.tested import GATED
@@ -76,6 +76,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.quantization,
         help=f"what matrices are stored in, on CPU (default: {_DEFAULTS.quantization}: native: as they are; else none)",
     )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDType),
+        default=_DEFAULTS.kv_cache_dtype,
+        help="what keys and values are stored in by the native runner (default: auto: float16)",
+    )
     for option, name, what in (
         ("--max-batch-size", "max_batch_size", "most requests in one step"),
         ("--max-num-tokens", "max_num_tokens", "most tokens in one step"),
@@ -107,7 +113,7 @@ def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``LLM``. The bar for loading is for people: it is left out where stderr is not a terminal."""
     names = (
         *("model", "runner", "device", "dtype", "quantization", "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_tokens"),
-        *("cuda_graphs", "num_threads", "mpi", "skip_selftest", "record", "record_prompts", "trace"),
+        *("kv_cache_dtype", "cuda_graphs", "num_threads", "mpi", "skip_selftest", "record", "record_prompts", "trace"),
     )
     return {
         **{name: getattr(arguments, name) for name in names},

@@ -106,7 +106,15 @@ def _world(arguments: argparse.Namespace, session: RecordedSession) -> tuple[Eng
         engine = engine_manifest(model)
         backend = None if engine is None else engine.backend
         runner, reason = choose_runner(
-            Asked(runner, recorded.dtype, recorded.quantization, backend=backend, device=recorded.device), look()
+            Asked(
+                runner,
+                recorded.dtype,
+                recorded.quantization,
+                backend=backend,
+                device=recorded.device,
+                kv_cache_dtype=recorded.kv_cache_dtype,
+            ),
+            look(),
         )
     elif recorded.runner != "echo":
         echo = EchoConfig(vocab_size=session.facts.vocab_size, max_seq_len=session.facts.max_seq_len)

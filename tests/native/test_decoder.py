@@ -22,6 +22,7 @@ from tests.memory_checkpoint import MemoryCheckpoint, random_model, tiny_config
 MODELS = {
     "float32": (tiny_config(max_seq_len=64), {}),
     "int8": (tiny_config(max_seq_len=64, hidden_size=72, intermediate_size=100), {"quantization": "int8"}),
+    "int8, its KV cache too": (tiny_config(max_seq_len=64, sliding_window=9), {"quantization": "int8", "kv_cache_dtype": "int8"}),
     "int4": (
         tiny_config(max_seq_len=64, hidden_size=96, num_heads=3, num_kv_heads=1, head_dim=32, sliding_window=9),
         {"quantization": "int4"},
@@ -92,9 +93,10 @@ def test_bits_of_a_row_depend_on_its_sequence_alone(name: str) -> None:
         runner.close()
 
 
-def test_copies_of_blocks_have_the_same_bits_and_end_in_zeros() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_of_blocks_have_the_same_bits_and_end_in_zeros(name: str) -> None:
     prompt = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5, 3]
-    runner = load("int8")
+    runner = load(name)
     run(runner, [(prompt, 0, [0, 1, 2])])
     whole = run(runner, [([30], 11, [0, 1, 2])])
     # The second copy is of what the first has written; the last has its source in place and loses all but two tokens.

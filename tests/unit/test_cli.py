@@ -100,7 +100,8 @@ def llm(monkeypatch):
 def test_options_become_settings_and_parameters(llm, capsys):
     options = (
         "generate Why --model m.gguf --tp 3 --pp 2 --runner echo --dtype bfloat16 --max-batch-size 5 --max-num-tokens 6 --max-seq-len 7 "
-        "--kv-cache-tokens 8 --threads 9 --mpi mpich --record file --record-prompts --max-tokens 10 --temperature 0.5 --top-k 11 "
+        "--kv-cache-tokens 8 --kv-cache-dtype int8 --threads 9 --mpi mpich --record file --record-prompts "
+        "--max-tokens 10 --temperature 0.5 --top-k 11 "
         "--trace trace --quantization int8 --device cuda --no-cuda-graphs --skip-selftest tensorrt "
         "--top-p 0.9 --seed 12 --stop a --stop b"
     )
@@ -119,6 +120,7 @@ def test_options_become_settings_and_parameters(llm, capsys):
         "max_num_tokens": 6,
         "max_seq_len": 7,
         "kv_cache_tokens": 8,
+        "kv_cache_dtype": "int8",
         "num_threads": 9,
         "mpi": "mpich",
         "record": "file",
@@ -145,6 +147,7 @@ def test_defaults_are_those_of_the_settings(llm):
         "max_num_tokens",
         "max_seq_len",
         "kv_cache_tokens",
+        "kv_cache_dtype",
         "num_threads",
     ):
         assert settings[name] == getattr(defaults, name)

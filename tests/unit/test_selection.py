@@ -85,6 +85,7 @@ def test_the_runner_that_fits_is_chosen(packages: frozenset[str], machine: dict[
         (ALL, {"runner": "native", "device": "cuda"}, "runner='native': device='cuda', and it computes on the CPU"),
         (ALL, {"runner": "tensorrt", "device": "cpu"}, "runner='tensorrt': device='cpu', and it computes on GPUs"),
         (ALL, {"quantization": "int8", "device": "cuda"}, "torch: quantization='int8'"),
+        (ALL, {"runner": "torch", "kv_cache_dtype": "int8"}, "runner='torch': kv_cache_dtype='int8' is what runner='native' does"),
         (ALL, {"runner": "pytorch"}, "runner='pytorch': it must be one of auto, native, torch, "),
         (ALL, {"runner": "torch", "backend": "tensorrt"}, "runner='torch': this engine was built for 'tensorrt'"),
         (NO_ONNX, {"backend": "onnxruntime"}, "this engine was built for 'onnxruntime': onnxruntime is not installed: pip install"),

@@ -65,7 +65,7 @@ class NativeDecoder:
         self.dtype, self.quantization = weights.dtype, weights.quantization
         # What the library reads and numpy holds.
         self._held: list[npt.NDArray[Any]] = []
-        self._cache: KVCache | None = self._make_cache(num_blocks, config.tokens_per_block)
+        self._cache: KVCache | None = self._make_cache(num_blocks, config)
         layers = [self._layer(index, cache, weights) for index, cache in zip(stage.layers, self._cache.layers, strict=True)]
         nothing = MatrixStructure()
         head = family.embedding if model.tie_word_embeddings else family.head
@@ -156,19 +156,19 @@ class NativeDecoder:
             self._hold((np.sin(angles) * factor).astype(np.float32)),
         )
 
-    def _make_cache(self, num_blocks: int, tokens_per_block: int) -> KVCache:
+    def _make_cache(self, num_blocks: int, config: EngineConfig) -> KVCache:
         try:
             return KVCache(
-                "float16",
+                "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
                 layers=len(self.stage.layers),
                 num_blocks=num_blocks,
                 kv_heads=self._shard.num_kv_heads,
-                tokens_per_block=tokens_per_block,
+                tokens_per_block=config.tokens_per_block,
                 head_dim=self._model.head_dim,
             )
         except MemoryError:
             raise ModelError(
-                f"this machine has no memory for a KV cache of {num_blocks} blocks of {tokens_per_block} tokens: "
+                f"this machine has no memory for a KV cache of {num_blocks} blocks of {config.tokens_per_block} tokens: "
                 "a smaller kv_cache_tokens takes less"
             ) from None
 
