@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "pack.h"
 #include "tiles.h"
 
 namespace headrace {
@@ -29,7 +30,7 @@ void require(bool holds, const char* what) {
 }
 
 void require_matrix(const Matrix& matrix, int64_t columns, const char* what) {
-  if (matrix.data && matrix.rows > 0 && matrix.columns == columns) return;
+  if (matrix.data && matrix.rows > 0 && matrix.columns == columns) return static_cast<void>(matrix_bytes(matrix.format, matrix.rows, columns));
   refuse(std::string(what) + " of a decoder is a matrix of " + std::to_string(matrix.rows) + " rows and " + std::to_string(matrix.columns) +
          " columns" + (matrix.data ? "" : " without data") + "; it must have " + std::to_string(columns) + " columns");
 }
@@ -79,6 +80,7 @@ Decoder::Decoder(const DecoderSpec& spec, Pool& pool, const Kernels& kernels) : 
   require(spec.hidden > 0 && spec.head_dim > 0 && spec.query_heads > 0 && spec.kv_heads > 0 && spec.vocabulary > 0, "sizes above 0");
   require(spec.group > 0 && spec.first_slot >= 0 && spec.first_slot < spec.group && spec.first_slot + spec.query_heads <= spec.kv_heads * spec.group,
           "KV heads for all of its query heads");
+  require(spec.first_slot + spec.query_heads > (spec.kv_heads - 1) * spec.group, "query heads for all of its KV heads");
   require(spec.pairs >= 0 && 2 * spec.pairs <= spec.head_dim, "no more rotated numbers than a head has");
   require(spec.max_seq_len > 0, "a max_seq_len above 0");
   require(spec.num_layers > 0 && spec.layers, "layers");
