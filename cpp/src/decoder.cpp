@@ -362,38 +362,6 @@ void Decoder::store(const Layer& layer) {
   });
 }
 
-void Decoder::attend(const Layer& layer) {
-  const int64_t dim = spec_.head_dim, width = spec_.query_heads * dim, stride = padded(width, kBlock);
-  const bool quants = layer.output.reads_quants();
-  // Whether the heads of each piece are whole blocks, which it can quantise itself.
-  const bool whole = dim % kBlock == 0;
-  pool_.run(int64_t(pieces_.size()), [&](int64_t index, int64_t slot) {
-    const Piece& piece = pieces_[index];
-    const int64_t first = std::max<int64_t>(piece.kv_head * spec_.group - spec_.first_slot, 0);
-    const int64_t last = std::min((piece.kv_head + 1) * spec_.group - spec_.first_slot, spec_.query_heads);
-    Attention task;
-    task.cache = &layer.cache;
-    task.table = piece.table;
-    task.kv_head = piece.kv_head;
-    task.start = piece.start;
-    task.tokens = piece.tokens;
-    task.heads = last - first;
-    task.queries = heads_ + piece.row * heads_width_ + first * dim;
-    task.query_stride = heads_width_;
-    task.out = wide_.floats + piece.row * stride + first * dim;
-    task.out_stride = stride;
-    task.scale = layer.scale;
-    task.softcap = layer.softcap;
-    task.window = layer.window;
-    kernels_.attend(task, slots_ + slot * slot_floats_);
-    if (quants && whole)
-      for (int64_t i = 0; i < piece.tokens; ++i)
-        quantize(wide_, width, piece.row + i, task.out + i * stride, first * dim, last * dim);
-  });
-  if (quants && !whole)
-    each_row(tokens_, width, [&](int64_t row, int64_t) { quantize(wide_, width, row, wide_.floats + row * stride, 0, width); });
-}
-
 // x += linear(input), summed over ranks and normalised where that is so.
 void Decoder::project(const Linear& linear, const Input& input, const float* post_norm) {
   if (!spec_.sum && !post_norm) return multiply(linear, input, tokens_, x_, spec_.hidden, true);

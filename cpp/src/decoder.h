@@ -7,7 +7,9 @@
 // Shapes: T tokens of S sequences. What a row gets depends on nothing but its own sequence: see kernels.h; here work is only dealt out.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -140,6 +142,13 @@ class Decoder {
     int64_t tokens;
     int64_t kv_head;
   };
+  // What one thread does of a piece: one segment, which gives a partial behind those of the segments before, or all of them.
+  struct Part {
+    int64_t piece;
+    int64_t segment;
+    int64_t partials;  // of the piece, in partials_
+  };
+  static constexpr int64_t kAllSegments = -1;
 
   void check(const Plan& plan) const;
   void reserve(int64_t tokens, int64_t samples);
@@ -150,6 +159,8 @@ class Decoder {
   void normalise(const float* x, int64_t rows, const float* weight, const Linear& reader);
   void multiply(const Linear& linear, const Input& input, int64_t rows, float* out, int64_t stride, bool add);
   void store(const Layer& layer);
+  Attention task_of(const Layer& layer, const Piece& piece) const;
+  void deal_attention(const Layer& layer);
   void attend(const Layer& layer);
   void project(const Linear& linear, const Input& input, const float* post_norm);
   void gate(const Layer& layer);
@@ -176,6 +187,10 @@ class Decoder {
   int64_t tokens_ = 0;
   std::vector<int32_t> positions_, blocks_;
   std::vector<Piece> pieces_;
+  // Of attention in one layer.
+  std::vector<Part> parts_;
+  std::vector<float> partials_;
+  std::unique_ptr<std::atomic<int64_t>[]> segments_left_;  // of each piece whose segments are dealt out
   // Of its sampled rows.
   std::vector<int64_t> places_;
   std::vector<Candidate> found_;
