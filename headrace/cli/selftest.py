@@ -14,9 +14,9 @@ from headrace.cli.build import DTYPES
 from headrace.tested import GATED
 
 if TYPE_CHECKING:
-    from headrace.selftest.run import Case
+    from headrace.selftest.run import Case, NumberType
 
-ENGINES = ("torch", "onnxruntime", "tensorrt", "tensorrt-rtx")
+ENGINES = ("native", "torch", "onnxruntime", "tensorrt", "tensorrt-rtx")
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +33,10 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--tp", type=positive, metavar="N", help="with 1 to N ranks (default: 2; where it computes on GPUs, as many as there are)"
     )
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), action="append", help="may be given several times (default: fp32; with TensorRT fp16 and bf16)"
+        "--dtype",
+        choices=(*DTYPES, "int8"),
+        action="append",
+        help="may be given several times; int8: of the matrices alone (default: fp32; native: fp32 and int8; with TensorRT fp16 and bf16)",
     )
     parser.add_argument("--all", action="store_true", help="every family of models, not Llama's alone")
     parser.add_argument("--mpi", default="auto", metavar="WHICH", help=f"{MPI_CHOICES} (default: auto)")
@@ -54,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     # A rank on GPUs has one of them for itself.
     on_gpus = engine in GATED or (engine == "torch" and machine.torch_cuda is not None and machine.gpus > 0)
     ranks = arguments.tp or (max(1, machine.gpus) if on_gpus else 2)
-    dtypes = [DTYPES[dtype] for dtype in arguments.dtype] if arguments.dtype else DEFAULTS[engine]
+    kinds: dict[str, NumberType] = {**DTYPES, "int8": "int8"}
+    dtypes = [kinds[dtype] for dtype in arguments.dtype] if arguments.dtype else DEFAULTS[engine]
 
     def tell(case: Case) -> None:
         if not arguments.json:

@@ -14,8 +14,11 @@ from headrace.params import SamplingParams
 from headrace.selftest.model import VOCABULARY, Float32, TinyModel
 from headrace.selftest.reference import Float64, reference_logits
 
-#: Most difference of a logit, as a share of the greatest logit of its request. The types have 24, 11 and 8 bits of precision.
-LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+#: Most difference of a logit, as a share of the greatest logit of its request. The types have 24, 11 and 8 bits of precision; int8 is
+#: matrices and what they multiply in 8 bits, which costs these random models more than those that were trained: up to 0.08 was seen.
+LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2, "int8": 0.15}
+#: of the native runner, whose KV cache is float16 whatever the type of the weights; up to 0.0014 was seen
+NATIVE_LIMIT = 5e-3
 
 #: settings of the world that runs the checks: longer prompts come in chunks, and fewer sequences run at once than there are requests
 MAX_NUM_TOKENS = 32

@@ -15,14 +15,17 @@ import msgspec
 from headrace.config import Runner
 from headrace.errors import HeadraceError, ModelError
 from headrace.llm import LLM
-from headrace.selftest.checks import KV_CACHE_TOKENS, LIMITS, MAX_BATCH_SIZE, MAX_NUM_TOKENS, Outcome, run_checks
+from headrace.selftest.checks import KV_CACHE_TOKENS, LIMITS, MAX_BATCH_SIZE, MAX_NUM_TOKENS, NATIVE_LIMIT, Outcome, run_checks
 from headrace.selftest.model import CONTEXT, MODELS, TinyModel, write_folder
 from headrace.tested import GATED, SHORT_DTYPES, Subject, remove_note, write_note
 
 EngineDType = Literal["float32", "float16", "bfloat16"]
+#: int8: matrices quantised to it, beside float32
+NumberType = EngineDType | Literal["int8"]
 
 #: what a runner is tested with where nobody says
-DTYPES: dict[Runner, tuple[EngineDType, ...]] = {
+DTYPES: dict[Runner, tuple[NumberType, ...]] = {
+    "native": ("float32", "int8"),
     "torch": ("float32",),
     "onnxruntime": ("float32",),
     "tensorrt": ("float16", "bfloat16"),
@@ -59,7 +62,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 def self_test(
     engine: Runner,
     ranks: Iterable[int],
-    dtypes: Sequence[EngineDType],
+    dtypes: Sequence[NumberType],
     *,
     models: Sequence[TinyModel] = MODELS[:1],
     mpi: str = "auto",
@@ -71,7 +74,7 @@ def self_test(
     Args:
         engine: whose worlds.
         ranks: numbers of ranks, one world for each, model and type.
-        dtypes: of weights and activations.
+        dtypes: of weights and activations, or "int8".
         models: what they run.
         mpi: as in ``LLM``.
         tell: called with each case as it is done.
@@ -101,8 +104,9 @@ def _note(subjects: Iterable[Subject], cases: Sequence[Case], environ: Mapping[s
             remove_note(subject, environ)
 
 
-def _world(engine: Runner, size: int, dtype: EngineDType, model: TinyModel, mpi: str, subjects: set[Subject]) -> Iterator[Case]:
-    tensors, limit = model.tensors(), LIMITS[dtype]
+def _world(engine: Runner, size: int, kind: NumberType, model: TinyModel, mpi: str, subjects: set[Subject]) -> Iterator[Case]:
+    tensors, limit = model.tensors(), max(LIMITS[kind], NATIVE_LIMIT if engine == "native" else 0.0)
+    dtype: EngineDType = "float32" if kind == "int8" else kind
 
     def case(outcome: Outcome) -> Case:
         fault = outcome.fault
@@ -112,7 +116,7 @@ def _world(engine: Runner, size: int, dtype: EngineDType, model: TinyModel, mpi:
         return Case(
             engine=engine,
             ranks=size,
-            dtype=dtype,
+            dtype=kind,
             model=model.name,
             check=outcome.check,
             rows=outcome.rows,
@@ -133,6 +137,7 @@ def _world(engine: Runner, size: int, dtype: EngineDType, model: TinyModel, mpi:
                 launcher="spawn",
                 mpi=mpi,
                 dtype=dtype,
+                quantization="int8" if kind == "int8" else "auto",
                 max_batch_size=MAX_BATCH_SIZE,
                 max_num_tokens=MAX_NUM_TOKENS,
                 max_seq_len=CONTEXT,

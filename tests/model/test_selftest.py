@@ -25,6 +25,14 @@ def test_onnxruntime_computes_what_it_must_over_two_ranks(capsys: pytest.Capture
     assert all(case["fault"] is None and 0 < case["worst"] < 1e-5 for case in cases)
 
 
+def test_the_native_runner_computes_what_it_must_in_float32_and_quantised_over_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, cases = report(capsys, "--engine", "native", "--tp", "2")
+    assert code == 0 and {(case["ranks"], case["dtype"]) for case in cases} == {(1, "float32"), (1, "int8"), (2, "float32"), (2, "int8")}
+    assert len(cases) == 20 and all(case["fault"] is None and 1e-5 < case["worst"] < case["limit"] for case in cases)
+    # Each is what it is called.
+    assert all((case["worst"] > 5e-3) == (case["dtype"] == "int8") for case in cases)
+
+
 def test_torch_passes_in_bfloat16_by_the_limit_of_that_type(capsys: pytest.CaptureFixture[str]) -> None:
     code, cases = report(capsys, "--engine", "torch", "--tp", "1", "--dtype", "bf16")
     assert code == 0 and len(cases) == 5 and all(case["fault"] is None for case in cases)
@@ -41,7 +49,7 @@ def test_one_wrong_weight_is_found(capsys: pytest.CaptureFixture[str], monkeypat
         write_folder(folder, model, {**tensors, name: changed})
 
     monkeypatch.setattr(run, "write_folder", tampered)
-    code, cases = report(capsys, "--engine", "onnxruntime", "--tp", "1")
+    code, cases = report(capsys, "--engine", "native", "--tp", "1", "--dtype", "fp32")
     assert code == 1 and all("differ, most of all at token" in case["fault"] for case in cases)
 
 
