@@ -59,9 +59,8 @@ def measure(isa: bytes, form: Format, columns: int, count: int, threads: int, po
     """Seconds, GB/s and GOP/s of ``count`` rows."""
     random = np.random.default_rng(0)
     # A run takes some milliseconds at most, so that one of many falls between what else the machine does.
-    size = (
-        max(32 << 23 if count <= 8 else (1 << 28) // count * form.bits // 8, columns * 64 * form.bits) // (form.bits * columns) // 16 * 16
-    )
+    weights = (1 << 28) // form.bits if count <= 2 else (1 << 25) // count
+    size = max(weights // columns, 64) // 16 * 16
     some = random.standard_normal((min(size, 2048), columns)).astype(np.float32)
     matrix = linear.pack_floats(pool, form, np.resize(some, (size, columns)))
     x = random.standard_normal((count, columns)).astype(np.float32)

@@ -126,7 +126,7 @@ struct Plain {
 // `count` rows of x, at most kCount.
 template <class Product, bool kExpanded, int kCount>
 inline void multiply_tile(const typename Product::Piece& w, const Rows& x, int64_t first, int64_t count, float* sums) {
-  if constexpr (kCount > 1)
+  if constexpr (kCount > (kExpanded ? (2 * Product::kTile + 1) / 3 : 1))
     if (count < kCount) return multiply_tile<Product, kExpanded, kCount - 1>(w, x, first, count, sums);
   Product::template multiply<kCount, kExpanded>(w, x, first, sums);
 }

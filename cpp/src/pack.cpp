@@ -121,19 +121,21 @@ void quantize_segment(const Format& format, const float* values, int64_t count, 
   }
 }
 
+// Column by column: rows are read side by side, and what is written is written in order.
+template <class Number, class Convert>
+void write_columns(const float* values, int64_t stride, int64_t rows, int64_t columns, uint8_t* out, Convert convert) {
+  Number* numbers = reinterpret_cast<Number*>(out);
+  for (int64_t k = 0; k < columns; ++k, numbers += kPanel) {
+    for (int64_t row = 0; row < rows; ++row) numbers[row] = convert(values[row * stride + k]);
+    for (int64_t row = rows; row < kPanel; ++row) numbers[row] = 0;
+  }
+}
+
 void write_plain(const Format& format, const float* values, int64_t stride, int64_t rows, int64_t columns, uint8_t* out) {
-  float* floats = reinterpret_cast<float*>(out);
-  uint16_t* halves = reinterpret_cast<uint16_t*>(out);
-  for (int64_t row = 0; row < kPanel; ++row) {
-    for (int64_t k = 0; k < columns; ++k) {
-      const float value = row < rows ? values[row * stride + k] : 0;
-      const int64_t at = k * kPanel + row;
-      switch (format.kind) {
-        case Kind::kFloat16: halves[at] = float_to_half(value); break;
-        case Kind::kBFloat16: halves[at] = float_to_bfloat(value); break;
-        default: floats[at] = value;
-      }
-    }
+  switch (format.kind) {
+    case Kind::kFloat16: return write_columns<uint16_t>(values, stride, rows, columns, out, float_to_half);
+    case Kind::kBFloat16: return write_columns<uint16_t>(values, stride, rows, columns, out, float_to_bfloat);
+    default: return write_columns<float>(values, stride, rows, columns, out, [](float value) { return value; });
   }
 }
 
