@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace import SamplingParams
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, Quantization
 from headrace.engine.base import EngineRequest, SingleRank
 from headrace.engine.model_engine import ModelEngine, load_runner
 from headrace.errors import EngineDeadError
@@ -36,9 +36,16 @@ PROMPTS = [tokens_of(40 + index, 30 - 6 * index) for index in range(4)]
 PAST_EOS = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
-def settings(model: str, ranks: int) -> EngineConfig:
+def settings(model: str, ranks: int, quantization: Quantization = "auto") -> EngineConfig:
     return EngineConfig(
-        model=model, runner="native", num_threads=1, kv_cache_tokens=2048, tokens_per_block=4, max_num_tokens=40, tensor_parallel_size=ranks
+        model=model,
+        runner="native",
+        num_threads=1,
+        kv_cache_tokens=2048,
+        tokens_per_block=4,
+        max_num_tokens=40,
+        tensor_parallel_size=ranks,
+        quantization=quantization,
     )
 
 
@@ -58,8 +65,10 @@ def expected(folder: str) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def world(folder: str, policy: RestartPolicy = FAIL) -> Iterator[GenerationExecutorProxy]:
-    executor = GenerationExecutorProxy(settings(folder, 2), MpiLauncher(find_mpi()), start_timeout=120.0, on_engine_death=policy)
+def world(folder: str, policy: RestartPolicy = FAIL, quantization: Quantization = "auto") -> Iterator[GenerationExecutorProxy]:
+    executor = GenerationExecutorProxy(
+        settings(folder, 2, quantization), MpiLauncher(find_mpi()), start_timeout=120.0, on_engine_death=policy
+    )
     executor.start()
     try:
         yield executor
@@ -147,6 +156,17 @@ def test_streams_go_on_when_a_rank_is_killed_in_a_step(folder: str, expected: li
         assert executor.counters()["restarts"] == 1
         assert old.survivors() == []
         old.close()
+
+
+@pytest.mark.kill
+def test_quantised_text_goes_on_as_if_nothing_had_happened(folder: str) -> None:
+    """A26: prompt and text so far are computed again in one piece, which gives the bits that they had token by token."""
+    with world(folder, RestartPolicy(attempts=5, backoff=0.01, max_backoff=0.05), "int8") as executor:
+        undisturbed = finish(*stream(executor))
+        handles, tokens = stream(executor)
+        os.kill(pids(executor)["rank0"], signal.SIGKILL)
+        assert finish(handles, tokens) == undisturbed
+        assert executor.counters()["restarts"] == 1
 
 
 @pytest.mark.kill

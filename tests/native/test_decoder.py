@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.engine.base import EngineRequest, Float32, SingleRank
+from headrace.engine.base import Collectives, EngineRequest, Float32, SingleRank
 from headrace.engine.model_engine import ModelEngine
 from headrace.engine.plan import StepPlan
 from headrace.engine.runners.native_runner import NativeRunner
 from headrace.params import SamplingParams
 from tests.memory_checkpoint import MemoryCheckpoint, random_model, tiny_config
+from tests.threaded import ThreadWorld
 
 #: blocks of 32 that are not whole, 6 query heads over 3 KV heads, and 3 over 1
 MODELS = {
@@ -31,19 +32,21 @@ MODELS = {
 BLOCK = 4
 
 
-def load(name: str, **settings: Any) -> NativeRunner:
+def load(name: str, rank: Collectives | None = None, **settings: Any) -> NativeRunner:
     config, own = MODELS[name]
     settings = {"kv_cache_tokens": 256, "tokens_per_block": BLOCK, "num_threads": 2, **own, **settings}
-    return NativeRunner(EngineConfig(model="tiny", runner="native", **settings), random_model(config), SingleRank(), lambda *_: None)
+    return NativeRunner(
+        EngineConfig(model="tiny", runner="native", **settings), random_model(config), rank or SingleRank(), lambda *_: None
+    )
 
 
 def i32(numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(numbers, np.int32)
 
 
-def run(runner: NativeRunner, chunks: Sequence[tuple[Sequence[int], int, Sequence[int]]], copies: Sequence[int] = ()) -> Float32:
-    """Logits of all tokens of a step of (tokens, start, table) each."""
-    logits = runner.execute(
+def run(runner: NativeRunner, chunks: Sequence[tuple[Sequence[int], int, Sequence[int]]], copies: Sequence[int] = ()) -> Any:
+    """Logits of all tokens of a step of (tokens, start, table) each, on the first rank."""
+    return runner.execute(
         StepPlan(
             i32([token for tokens, _, _ in chunks for token in tokens]),
             i32([start for _, start, _ in chunks]),
@@ -53,8 +56,6 @@ def run(runner: NativeRunner, chunks: Sequence[tuple[Sequence[int], int, Sequenc
             i32(copies),
         ).arrays()
     )
-    assert isinstance(logits, np.ndarray)
-    return logits
 
 
 def blocks(count: int, tokens: int) -> range:
@@ -107,6 +108,19 @@ def test_threads_that_share_the_keys_of_one_token_change_no_bit() -> None:
         runner.close()
         wanted = whole if wanted is None else wanted
         np.testing.assert_array_equal(whole, wanted)
+
+
+def test_stages_give_the_bits_of_one_rank() -> None:
+    prompt = [(7 * token) % 211 for token in range(50)]
+    runner = load("int4")
+    alone = run(runner, [(prompt, 0, blocks(0, 50))])
+    runner.close()
+    with ThreadWorld(3) as world:
+        runners = world.run(lambda rank: load("int4", world.ranks[rank], pipeline_parallel_size=3, num_threads=1))
+        for start, stop in ((0, 20), (20, 50)):
+            logits = world.run(lambda rank: run(runners[rank], [(prompt[start:stop], start, blocks(0, stop))]))  # noqa: B023
+            np.testing.assert_array_equal(logits[0], alone[start:stop])
+        world.run(lambda rank: runners[rank].close())
 
 
 @pytest.mark.parametrize("name", MODELS)
