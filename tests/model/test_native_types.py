@@ -16,6 +16,15 @@ from tests.native_models import logits_of, make_file
 QUANTISED = [kind.name for kind in TENSOR_TYPES.values() if kind.block_size > 1]
 
 
+@pytest.mark.parametrize(("kind", "quantization", "told"), [("Q4_K", "int4", "Q4_K"), ("Q5_1", "int8", "Q5_1"), ("Q6_K", "int4", "int4")])
+def test_what_has_as_few_bits_is_not_rounded_anew(kind: str, quantization: str, told: str, tmp_path: Path) -> None:
+    with open_checkpoint(make_file(tmp_path / "tiny.gguf", kind)) as checkpoint:
+        stored, _ = logits_of(NativeRunner, "native", checkpoint, 1)  # type: ignore[type-abstract]
+        logits, runner = logits_of(NativeRunner, "native", checkpoint, 1, quantization=quantization)  # type: ignore[type-abstract]
+    assert runner.quantization == told
+    assert np.array_equal(logits, stored) == (told == kind)
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_file_of_each_type(kind: str, tmp_path: Path) -> None:
     """Shares of columns cut its blocks of 256: they are what they are in the whole."""

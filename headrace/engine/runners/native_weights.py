@@ -132,15 +132,23 @@ class NativeWeights:
 
 
 def _stored(reader: ShardReader, weight: Weight, dtype: DType, quantization: Quantization) -> Stored:
+    name = reader.type_name(weight)
+    if name not in TYPES and quantization != "none":
+        kept = _blocks(reader, weight, name)
+        # What the file has in as few bits is not rounded anew.
+        if kept is not None and (quantization == "auto" or kept.format.bits <= QUANTIZED[quantization].bits):
+            return kept
+        return Stored(FINE, "int8") if quantization == "auto" else Stored(QUANTIZED[quantization], quantization)
     if quantization in ("int8", "int4"):
         return Stored(QUANTIZED[quantization], quantization)
-    name = reader.type_name(weight)
-    if quantization == "auto" and name not in TYPES:
-        try:
-            found = linear.block_format(NUMBERS[name])
-        except ValueError:
-            return Stored(FINE, "int8")
-        # A share may begin inside a block, but not inside a group: there is no other scale for the half of one.
-        return Stored(FINE, "int8") if reader.span(weight)[0] % found.group else Stored(found, name, NUMBERS[name])
     kind = TYPES.get(name, "float32") if dtype == "auto" else dtype
     return Stored(FLOATS[kind], kind)
+
+
+def _blocks(reader: ShardReader, weight: Weight, name: str) -> Stored | None:
+    """The file's blocks; None: there are no products with them, or the share begins inside a group, for half of which there is no scale."""
+    try:
+        found = linear.block_format(NUMBERS[name])
+    except ValueError:
+        return None
+    return None if reader.span(weight)[0] % found.group else Stored(found, name, NUMBERS[name])
