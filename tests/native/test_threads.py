@@ -12,6 +12,7 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "cpp" / "src"
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build it with")
 def test_no_two_threads_touch_anything_in_no_order(tmp_path):
     # This process may have been started with another sanitizer in it.
