@@ -162,6 +162,9 @@ struct Kernels {
   // Lower bounds of the times at which n > 0 tokens arrive that have these weights (race.h): out = (number + 1/2) / 2^32 / weight; gives the
   // least of them. ids null: first_id, first_id + 1, ...
   float (*arrive)(const float* weights, const int32_t* ids, int32_t first_id, int64_t n, uint32_t first_key, uint32_t second_key, float* out);
+
+  // Least of the numbers of n > 0 tokens, first_id, first_id + 1, ... (race.h).
+  uint32_t (*least_number)(int32_t first_id, int64_t n, uint32_t first_key, uint32_t second_key);
 };
 
 // Those that this machine can run, best first; the last is "portable".

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "half.h"
 #include "race.h"
 
 namespace headrace {
@@ -23,6 +24,12 @@ double sum_of(const float* x, int64_t n) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+// A number that is the greater, the less x is; the same of equal ones. x is not NaN.
+uint32_t descending(float x) {
+  const uint32_t bits = float_to_bits(x + 0.0f);  // -0 is 0
+  return bits >> 31 ? bits : ~bits & 0x7FFFFFFFu;
+}
+
 double exact_time(uint32_t number) { return -std::log1p(-(double(number) + 0.5) / 4294967296.0); }
 
 }  // namespace
@@ -32,7 +39,7 @@ int32_t Sampler::sample(const float* logits, const int32_t* ids, int64_t n, cons
   if (ids)
     greatest = {logits[0], ids[0]};
   else
-    offer(logits, n, 0, &greatest, 1);
+    greatest = find_greatest(logits, n);
   if (!std::isfinite(greatest.value)) return -1;
   if (row.greedy) return greatest.id;
 
@@ -49,6 +56,7 @@ int32_t Sampler::sample(const float* logits, const int32_t* ids, int64_t n, cons
     logits = values_.data();
   }
   if (int64_t(weights_.size()) < n) weights_.resize(n), times_.resize(n);
+  if (!numbered && row.top_p >= 1 && row.min_p == 0) return race_all(logits, n, greatest, row.scale, race_key(row.seed, position));
   kernels_.weigh(logits, greatest.value, row.scale, n, weights_.data());
   if (row.top_p < 1) {
     const double mass = sum_of(weights_.data(), n), wanted = row.top_p * mass;
@@ -69,21 +77,64 @@ int32_t Sampler::sample(const float* logits, const int32_t* ids, int64_t n, cons
   return numbered ? ids_[winner] : int32_t(winner);
 }
 
+// The greatest of each heat, and of all.
+Candidate Sampler::find_greatest(const float* logits, int64_t n) {
+  Candidate greatest;
+  maxima_.clear();
+  for (int64_t i = 0; i < n; i += kHeat) {
+    const int64_t index = i + kernels_.argmax(logits + i, std::min(kHeat, n - i));
+    const Candidate best{logits[index], int32_t(index)};
+    maxima_.push_back(best.value);
+    if (before(best, greatest)) greatest = best;
+  }
+  return greatest;
+}
+
+// The first to arrive of all tokens, without the weights of most of them: a heat is passed over whose earliest number is too late for its
+// greatest weight. See _first.
+int32_t Sampler::race_all(const float* logits, int64_t n, const Candidate& greatest, float scale, uint64_t key) {
+  const uint32_t first_key = uint32_t(key), second_key = uint32_t(key >> 32);
+  const int64_t heats = int64_t(maxima_.size()), first = greatest.id / kHeat;
+  kernels_.weigh(maxima_.data(), greatest.value, scale, heats, maxima_.data());
+  int32_t winner = greatest.id;
+  double time = exact_time(race_number(uint32_t(winner), first_key, second_key));  // its weight is 1
+  const auto run = [&](int64_t heat) {
+    const int64_t begin = heat * kHeat, count = std::min(kHeat, n - begin);
+    kernels_.weigh(logits + begin, greatest.value, scale, count, weights_.data());
+    if (kernels_.arrive(weights_.data(), nullptr, int32_t(begin), count, first_key, second_key, times_.data()) > 1.00001 * time) return;
+    for (int64_t i = 0; i < count; ++i) {
+      if (times_[i] > 1.00001 * time) continue;
+      const int32_t id = int32_t(begin + i);
+      const double at = exact_time(race_number(uint32_t(id), first_key, second_key)) / weights_[i];
+      if (at < time || (at == time && id < winner)) time = at, winner = id;
+    }
+  };
+  run(first);
+  for (int64_t heat = 0; heat < heats; ++heat) {
+    if (heat == first) continue;
+    // No weight exceeds that of the greatest logit by more than rounding, for which there is the margin.
+    const double latest = 1.00001 * time * maxima_[heat] * 4294967296.0;
+    if (latest < 0.5) continue;
+    const int64_t begin = heat * kHeat;
+    if (kernels_.least_number(int32_t(begin), std::min(kHeat, n - begin), first_key, second_key) + 0.5 <= latest) run(heat);
+  }
+  return winner;
+}
+
 // Leaves the most likely tokens, in their order, with all of the nucleus among them; see _nucleus.
 int64_t Sampler::keep_nucleus(const float* logits, int64_t n, double top_p) {
   const double mass = sum_of(weights_.data(), n), least = (1 - top_p) * mass / double(n);
   for (const double factor : {1024.0, 32.0, 1.0}) {
-    best_.clear();
+    order_.clear();
     double sum = 0;
     for (int64_t i = 0; i < n; ++i)
-      if (weights_[i] >= float(factor * least)) best_.push_back({logits[i], int32_t(i)}), sum += weights_[i];
+      if (weights_[i] >= float(factor * least)) order_.push_back(uint64_t(descending(logits[i])) << 32 | uint32_t(i)), sum += weights_[i];
     if (sum >= top_p * mass) break;
   }
-  std::sort(best_.begin(), best_.end(), before);
-  n = int64_t(best_.size());
+  std::sort(order_.begin(), order_.end());
+  n = int64_t(order_.size());
   ids_.resize(n);
-  times_.resize(std::max<size_t>(times_.size(), n));
-  for (int64_t i = 0; i < n; ++i) ids_[i] = best_[i].id, times_[i] = weights_[best_[i].id];
+  for (int64_t i = 0; i < n; ++i) ids_[i] = int32_t(uint32_t(order_[i])), times_[i] = weights_[ids_[i]];
   std::copy(times_.begin(), times_.begin() + n, weights_.begin());
   return n;
 }

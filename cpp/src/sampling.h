@@ -28,14 +28,17 @@ class Sampler {
   int32_t sample(const float* logits, const int32_t* ids, int64_t n, const RowSampling& row, uint64_t position);
 
  private:
+  Candidate find_greatest(const float* logits, int64_t n);
   int64_t keep_nucleus(const float* logits, int64_t n, double top_p);
   int64_t race(int64_t n, bool numbered, uint64_t key);
+  int32_t race_all(const float* logits, int64_t n, const Candidate& greatest, float scale, uint64_t key);
 
   const Kernels& kernels_;
   std::vector<Candidate> best_;
   // Of those that the filters leave.
-  std::vector<float> values_, weights_, times_, earliest_;
+  std::vector<float> values_, weights_, times_, earliest_, maxima_;
   std::vector<int32_t> ids_;
+  std::vector<uint64_t> order_;
 };
 
 }  // namespace headrace

@@ -47,7 +47,17 @@ inline float arrive(const float* weights, const int32_t* ids, int32_t first_id, 
   return each[0];
 }
 
+inline uint32_t least_number(int32_t first_id, int64_t n, uint32_t first_key, uint32_t second_key) {
+  uint32_t least = UINT32_MAX;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t number = race_number(uint32_t(first_id) + uint32_t(i), first_key, second_key);
+    least = number < least ? number : least;
+  }
+  return least;
+}
+
 inline void fill_sampling(Kernels& table) {
+  table.least_number = least_number;
   table.weigh = weigh;
   table.arrive = arrive;
 }
