@@ -150,6 +150,8 @@ class Decoder {
   };
   static constexpr int64_t kAllSegments = -1;
 
+  // Both throw std::invalid_argument.
+  static void check(const DecoderSpec& spec);
   void check(const Plan& plan) const;
   void reserve(int64_t tokens, int64_t samples);
   void copy(const Plan& plan);

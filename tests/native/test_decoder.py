@@ -123,6 +123,19 @@ def test_stages_give_the_bits_of_one_rank() -> None:
         world.run(lambda rank: runners[rank].close())
 
 
+@pytest.mark.parametrize("name", ["float32", "int8"])
+def test_ranks_that_share_layers_have_the_same_bits_in_any_batch(name: str) -> None:
+    """Sums over ranks are made in one order, number by number."""
+    prompts = [[(7 * token + length) % 211 for token in range(length)] for length in (9, 50)]
+    with ThreadWorld(2) as world:
+        runners = world.run(lambda rank: load(name, world.ranks[rank], tensor_parallel_size=2, num_threads=1))
+        alone = [world.run(lambda rank, one=prompt: run(runners[rank], [(one, 0, blocks(0, len(one)))]))[0] for prompt in prompts]
+        both = [(prompt, 0, blocks(index, len(prompt))) for index, prompt in enumerate(prompts)]
+        together = world.run(lambda rank: run(runners[rank], both))[0]
+        world.run(lambda rank: runners[rank].close())
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_of_blocks_have_the_same_bits_and_end_in_zeros(name: str) -> None:
     prompt = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5, 3]
