@@ -54,6 +54,7 @@ def test_what_is_built(model: Path, tmp_path: Path) -> None:
         (1, 0, (2, 3), (0, 3)),
         (1, 1, (2, 3), (3, 6)),
     ]
+    assert [rank.graph for rank in manifest.ranks] == [f"rank{rank}.onnx" for rank in range(4)]
     assert {stage for stage, _, _ in told} == {"hash", *(f"rank {rank}: graph" for rank in range(4))}
     assert all(not file.kept for file in report.files) and report.peak_bytes > 1 << 20
 

@@ -53,7 +53,7 @@ class Compiler(Protocol):
         """Size of its graph's weights, which is that of its plan too."""
 
     def write_graph(self, rank: int, folder: Path, stem: str, progress: ProgressHook) -> list[str]:
-        """Write the graph, or what the backend has in its place, and what it refers to; their names. Raises ModelError, OSError."""
+        """Write the graph, or what the backend has in its place, behind what it refers to; their names. Raises ModelError, OSError."""
 
     def write_plan(self, rank: int, graph: Path, progress: ProgressHook) -> str:
         """Put the plan of the graph in this file beside it, whole or not at all; its name. Raises ModelError, OSError."""
@@ -210,7 +210,7 @@ class _Build:
             names = compiler.write_graph(rank, place.work, stem, self._stage(f"rank {rank}: graph"))
             for name in names:
                 place.put(name)
-            graph, files = names[0], [describe_file(place.path, name) for name in names]
+            graph, files = names[-1], [describe_file(place.path, name) for name in names]
         else:
             assert work.old is not None
             graph, files = work.old.graph, [file for file in old.values() if file.name != old_plan]
