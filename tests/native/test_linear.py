@@ -182,6 +182,18 @@ def test_extreme_rows_give_the_same_and_disturb_no_other(isa: bytes, pool: Pool,
     assert_same(found[others], calm[others])
 
 
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.kind == linear.QUANTIZED], ids=repr)
+def test_the_greatest_products_have_room(isa: bytes, pool: Pool, form: Format) -> None:
+    matrix = linear.pack_floats(pool, form, np.ones((16, 64), np.float32))
+    quants = matrix.data.reshape(2, -1)[:, : 16 * 32 * form.bits // 8]
+    x = np.ones((6, 64), np.float32)
+    x[1::2] = -1
+    for byte in (0x80, 0x7F) if form.bits == 8 else (0xFF,):
+        quants[...] = byte
+        assert np.abs(unpacked(matrix)[0]).min() == {4: 15, 5: 31, 8: byte}[form.bits]
+        assert_same(product(isa, matrix, x), wanted(matrix, x))
+
+
 def test_scales_that_are_no_numbers_stay_in_their_row(isa: bytes, pool: Pool) -> None:
     random = np.random.default_rng(7)
     raw = random_blocks(random, Q4_1, 20, 64)
