@@ -33,6 +33,11 @@ const Kernels& kernels(const char* name) {
   throw std::invalid_argument("this machine has no instruction set " + std::string(name));
 }
 
+Pool& open(Pool* pool) {
+  if (pool) return *pool;
+  throw std::invalid_argument("the pool is closed");
+}
+
 }  // namespace
 
 int32_t headrace_block_format(int32_t gguf_type, HeadraceFormat* out) {
@@ -55,14 +60,14 @@ int32_t headrace_pack_blocks(Pool* pool, int32_t gguf_type, const uint8_t* raw, 
     if (raw_bytes != rows * (columns / type.weights) * type.bytes)
       throw std::invalid_argument(std::to_string(raw_bytes) + " bytes are not the blocks of " + std::to_string(rows) + " rows of " +
                                   std::to_string(columns) + " columns");
-    pack_blocks(*pool, type, raw, rows, columns, begin, end, out);
+    pack_blocks(open(pool), type, raw, rows, columns, begin, end, out);
     return 1;
   });
 }
 
 int32_t headrace_pack_floats(Pool* pool, const HeadraceFormat* format, const float* values, int64_t rows, int64_t columns, uint8_t* out) {
   return guarded([&] {
-    pack_floats(*pool, format_of(*format), values, rows, columns, out);
+    pack_floats(open(pool), format_of(*format), values, rows, columns, out);
     return 1;
   });
 }

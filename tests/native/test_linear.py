@@ -302,7 +302,11 @@ def test_what_cannot_be_is_an_error(isa: bytes, pool: Pool) -> None:
     matrix = linear.pack_floats(pool, four, np.ones((20, 32), np.float32))
     x = linear.quantize(isa, np.ones((1, 32), np.float32))
     out = np.zeros((1, 20), np.float32)
+    closed = Pool(1)
+    closed.close()
     for text, call in (
+        ("pool is closed", lambda: linear.pack_floats(closed, four, np.ones((1, 1), np.float32))),
+        ("pool is closed", lambda: linear.pack_blocks(closed, Q4_0, np.zeros((1, 18), np.uint8), 32)),
         ("GGUF's type 99", lambda: linear.block_format(99)),
         ("4, 5 or 8 bits, not 6", lambda: linear.matrix_bytes(linear.quantized(6), 1, 1)),
         ("16 or 32 columns, not 8", lambda: linear.matrix_bytes(linear.quantized(4, group=8), 1, 1)),
