@@ -32,6 +32,7 @@ void require_linear(const Linear& linear, int64_t columns, int64_t rows, const c
 
 void Decoder::check(const DecoderSpec& spec) {
   require(spec.hidden > 0 && spec.head_dim > 0 && spec.query_heads > 0 && spec.kv_heads > 0 && spec.vocabulary > 0, "sizes above 0");
+  require(spec.head_dim <= kMaxHeadDim, "heads of at most 1024 numbers");
   require(spec.group > 0 && spec.first_slot >= 0 && spec.first_slot < spec.group && spec.first_slot + spec.query_heads <= spec.kv_heads * spec.group,
           "KV heads for all of its query heads");
   require(spec.first_slot + spec.query_heads > (spec.kv_heads - 1) * spec.group, "query heads for all of its KV heads");

@@ -232,6 +232,17 @@ void attention(const Kernels& set, const char* name, KVType type) {
         const auto scratch = zeros<float>(set.attend_scratch(task));
         set.attend(task, scratch.get());
         digest.take(out.get(), tokens * stride);
+        const int64_t segments = task.last_segment() - task.first_segment(), floats = set.partial_floats(task);
+        const auto partials = zeros<float>(segments * floats), room = zeros<float>(set.segment_floats(task));
+        for (int64_t i = segments - 1; i >= 0; --i)
+          set.attend_segment(task, task.first_segment() + i, partials.get() + i * floats, room.get());
+        const auto joined = zeros<float>(tokens * stride);
+        task.out = joined.get();
+        set.join_segments(task, partials.get());
+        if (std::memcmp(joined.get(), out.get(), tokens * stride * sizeof(float))) {
+          std::fprintf(stderr, "%s %s: threads that share a call compute another\n", set.name, name);
+          std::exit(1);
+        }
       }
   say(set, name, digest);
 }

@@ -150,6 +150,7 @@ def test_any_plan_is_run_or_refused(rig: Rig) -> None:
     [
         (lambda spec: setattr(spec, "hidden", 0), "sizes above 0"),
         (lambda spec: setattr(spec, "head_dim", -16), "sizes above 0"),
+        (lambda spec: setattr(spec, "head_dim", 1040), "at most 1024 numbers"),
         (lambda spec: setattr(spec, "query_heads", 5), "KV heads for all of its query heads"),
         (lambda spec: setattr(spec, "query_heads", 2), "query heads for all of its KV heads"),
         (lambda spec: setattr(spec, "first_slot", 2), "KV heads for all"),
