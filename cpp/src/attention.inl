@@ -25,9 +25,13 @@ static_assert(kScores >= kSegment + 2 * kLanes);
 inline F32 load_number(const uint16_t* p) { return load_f16(p); }
 inline F32 load_number(const int8_t* p) { return load_i8(p); }
 
-// Vectors of keys, or of numbers of a value, that so many queries go over at a time: enough sums under way to hide how long one takes, and not
-// more than there are registers.
-constexpr int tiles_of(int queries) { return queries >= 3 ? 1 : queries == 2 ? 2 : 4; }
+// Vectors of keys, or of numbers of a value, that so many queries go over at a time. A sum must wait for the one before, so there are to be many
+// under way, up to 12, as long as there are registers for them, these vectors, and a query's number.
+constexpr int tiles_of(int queries) {
+  int tiles = 4;
+  while (tiles > 1 && (queries * tiles > 12 || queries * tiles + tiles + 1 > kRegisters)) tiles /= 2;
+  return tiles;
+}
 
 // Scores, without `scale`, of queries and kTiles vectors of keys; number d of a key is at keys + d * stride.
 template <int kQueries, int kTiles, class Number>
@@ -48,15 +52,14 @@ inline void score_tiles(const float* const* queries, int64_t head_dim, const Num
       store(out + q * kScores + t * kLanes, key_scales ? mul(acc[q][t], load(key_scales + t * kLanes)) : acc[q][t]);
 }
 
-template <int kQueries, class Number>
+template <int kQueries, int kTiles, class Number>
 inline void score(const float* const* queries, int64_t head_dim, const Number* keys, int64_t stride, const float* key_scales, int64_t count,
                   float* out) {
-  constexpr int kTiles = tiles_of(kQueries);
   int64_t key = 0;
   for (; key + (kTiles - 1) * kLanes < count; key += kTiles * kLanes)
     score_tiles<kQueries, kTiles>(queries, head_dim, keys + key, stride, key_scales ? key_scales + key : nullptr, out + key);
-  for (; key < count; key += kLanes)
-    score_tiles<kQueries, 1>(queries, head_dim, keys + key, stride, key_scales ? key_scales + key : nullptr, out + key);
+  if constexpr (kTiles > 1)
+    score<kQueries, kTiles / 2>(queries, head_dim, keys + key, stride, key_scales ? key_scales + key : nullptr, count - key, out + key);
 }
 
 // acc += weights . values of `count` positions, kTiles vectors of each.
@@ -77,12 +80,12 @@ inline void add_tiles(const float* weights, const Number* values, int64_t count,
     for (int t = 0; t < kTiles; ++t) store(acc + q * width + t * kLanes, sums[q][t]);
 }
 
-template <int kQueries, class Number>
-inline void add_values(const float* weights, const Number* values, int64_t count, int64_t width, float* acc) {
-  constexpr int kTiles = tiles_of(kQueries);
-  int64_t d = 0;
-  for (; d + (kTiles - 1) * kLanes < width; d += kTiles * kLanes) add_tiles<kQueries, kTiles>(weights, values + d, count, width, acc + d);
-  for (; d < width; d += kLanes) add_tiles<kQueries, 1>(weights, values + d, count, width, acc + d);
+template <int kQueries, int kTiles, class Number>
+inline void add_values(const float* weights, const Number* values, int64_t count, int64_t width, int64_t begin, float* acc) {
+  int64_t d = begin;
+  for (; d + (kTiles - 1) * kLanes < width; d += kTiles * kLanes)
+    add_tiles<kQueries, kTiles>(weights, values + d, count, width, acc + d);
+  if constexpr (kTiles > 1) add_values<kQueries, kTiles / 2>(weights, values, count, width, d, acc);
 }
 
 // Positions [low, high).
@@ -223,7 +226,7 @@ class Attend {
       const int64_t token = part.token / kLanes * kLanes, first = part.span.low - part.token + token;
       const Number* keys = static_cast<const Number*>(cache_.keys) + part.row * cache_.head_dim * stride + token;
       const float* scales = cache_.type == KVType::kInt8 ? cache_.key_scales + part.row * stride + token : nullptr;
-      score<kQueries>(queries, cache_.head_dim, keys, stride, scales, at - first, scores_of(0, first));
+      score<kQueries, tiles_of(kQueries)>(queries, cache_.head_dim, keys, stride, scales, at - first, scores_of(0, first));
     }
   }
 
@@ -273,7 +276,7 @@ class Attend {
       const Piece part = piece(at, span);
       at = part.span.high;
       const Number* values = static_cast<const Number*>(cache_.values) + (part.row * cache_.tokens_per_block + part.token) * width_;
-      add_values<kQueries>(scores_of(query, part.span.low), values, part.span.count(), width_, fresh_ + query * width_);
+      add_values<kQueries, tiles_of(kQueries)>(scores_of(query, part.span.low), values, part.span.count(), width_, 0, fresh_ + query * width_);
     }
   }
 

@@ -7,6 +7,8 @@
 
 namespace headrace::HEADRACE_ISA {
 
+constexpr int kRegisters = 32;
+
 struct F32 {
   __m512 all;
 };

@@ -7,6 +7,8 @@
 
 namespace headrace::HEADRACE_ISA {
 
+constexpr int kRegisters = 8;
+
 struct F32 {
   float32x4_t quarter[4];
 };

@@ -10,6 +10,9 @@
 
 namespace headrace::HEADRACE_ISA {
 
+// How many of these a processor has registers for; no result depends on it.
+constexpr int kRegisters = 8;
+
 struct F32 {
   float lane[16];
 };
