@@ -180,6 +180,8 @@ void sampling(const Kernels& set) {
     const float maximum = x[set.argmax(x.get(), n)];
     set.weigh(x.get(), maximum, 1.25f, n, out.get()), weighed.take(out.get(), n);
     for (int64_t i = 0; i < n; ++i) x[i] = out[i] + 1e-6f;
+    const uint32_t number = set.least_number(int32_t(random.below(50000)), n, 0x12345678u, 0x9ABCDEF0u);
+    arrived.take(&number, 1);
     for (const int32_t* some : {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(ids.get())}) {
       const float least = set.arrive(x.get(), some, 7, n, 0x12345678u, 0x9ABCDEF0u, out.get());
       arrived.take(out.get(), n), arrived.take(&least, 1);
