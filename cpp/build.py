@@ -46,6 +46,8 @@ def build(output: Path, folder: Path, *, sanitize: bool = False) -> None:
         objects.append(made)
         if not same or not made.exists() or made.stat().st_mtime < max(newest, source.stat().st_mtime):
             stale.append((source, made))
+    # What takes longest is begun first: the kernels, once for each instruction set.
+    stale.sort(key=lambda pair: not pair[0].name.startswith("kernels_"))
     for _, made in stale:
         made.unlink(missing_ok=True)  # so that a build that ends half-way leaves none of before for the next one
     said.write_text(made_by)
