@@ -72,12 +72,14 @@ HEADRACE_API int32_t headrace_rms_norm(const char* set, const float* x, const fl
 HEADRACE_API int32_t headrace_activate(const char* set, int32_t kind, const float* gate, const float* up, int64_t n, float* out);
 HEADRACE_API int32_t headrace_add(const char* set, float* x, const float* y, int64_t n);
 HEADRACE_API int32_t headrace_softcap(const char* set, float* x, float cap, int64_t n);
-HEADRACE_API int32_t headrace_rotate(const char* set, float* heads, int64_t count, int64_t head_dim, int64_t pairs, const float* cosine, const float* sine);
+HEADRACE_API int32_t headrace_rotate(const char* set, float* heads, int64_t count, int64_t head_dim, int64_t pairs, const float* cosine,
+                                     const float* sine);
 // The index in *out.
 HEADRACE_API int32_t headrace_argmax(const char* set, const float* x, int64_t n, int64_t* out);
 // Bytes of all keys of a layer, of all values, and of the scales of either, each on a 64-byte boundary; pointers of the layer are not looked at.
 HEADRACE_API int32_t headrace_kv_bytes(const headrace::KVLayer* cache, int64_t* keys, int64_t* values, int64_t* scales);
-HEADRACE_API int32_t headrace_kv_store(const char* set, const headrace::KVLayer* cache, int32_t block, int64_t offset, const float* keys, const float* values);
+HEADRACE_API int32_t headrace_kv_store(const char* set, const headrace::KVLayer* cache, int32_t block, int64_t offset, const float* keys,
+                                       const float* values);
 // table_length: entries of the task's table. apart: segment by segment, as threads do that share it.
 HEADRACE_API int32_t headrace_attend(const char* set, const headrace::Attention* task, int64_t table_length, int32_t apart);
 

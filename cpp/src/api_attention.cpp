@@ -31,7 +31,8 @@ void check_sizes(const KVLayer& cache) {
 void check_cache(const KVLayer& cache) {
   check_sizes(cache);
   require(cache.keys && cache.values, "a KV cache without memory, of so many blocks", cache.num_blocks);
-  require(cache.type != KVType::kInt8 || (cache.key_scales && cache.value_scales), "a KV cache without scales, of type", int64_t(cache.type));
+  const bool scaled = cache.key_scales && cache.value_scales;
+  require(cache.type != KVType::kInt8 || scaled, "a KV cache without scales, of type", int64_t(cache.type));
 }
 
 // On a 64-byte boundary, and not one more than that, for the sanitizers to see who goes beyond.
@@ -75,7 +76,8 @@ int32_t headrace_softcap(const char* set, float* x, float cap, int64_t n) {
   });
 }
 
-int32_t headrace_rotate(const char* set, float* heads, int64_t count, int64_t head_dim, int64_t pairs, const float* cosine, const float* sine) {
+int32_t headrace_rotate(const char* set, float* heads, int64_t count, int64_t head_dim, int64_t pairs, const float* cosine,
+                        const float* sine) {
   return guarded([&] {
     require(count >= 0, "heads to rotate are 0 or more", count);
     require(pairs >= 0 && 2 * pairs <= head_dim, "pairs to rotate are 0 to half of a head", pairs);

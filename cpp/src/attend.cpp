@@ -71,7 +71,8 @@ void Decoder::attend(const Layer& layer) {
       kernels_.attend(task, scratch);
     } else {
       float* partials = partials_.data() + part.partials;
-      kernels_.attend_segment(task, part.segment, partials + (part.segment - task.first_segment()) * kernels_.partial_floats(task), scratch);
+      const int64_t place = (part.segment - task.first_segment()) * kernels_.partial_floats(task);
+      kernels_.attend_segment(task, part.segment, partials + place, scratch);
       // Whoever is the last joins them: it sees what the others have written, for each has released it and the last acquires.
       if (segments_left_[part.piece].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
       kernels_.join_segments(task, partials);

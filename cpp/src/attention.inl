@@ -11,8 +11,8 @@
 //   value = fma(value, e^(before - after), acc * e^(segment's - after)), the sum alike, and at last value / sum.
 // So scores take little room however long a sequence is, and threads may share the segments of one.
 //
-// Queries go in groups of up to kGroup, (token, head) by (token, head), that share what is read of the cache, and converted: processors do that
-// beside sums and products (converting once for several groups was slower).
+// Queries go in groups of up to kGroup, (token, head) by (token, head), that share what is read of the cache, and converted: processors do
+// that beside sums and products (converting once for several groups was slower).
 
 namespace headrace::HEADRACE_ISA {
 
@@ -25,8 +25,8 @@ static_assert(kScores >= kSegment + 2 * kLanes);
 inline F32 load_number(const uint16_t* p) { return load_f16(p); }
 inline F32 load_number(const int8_t* p) { return load_i8(p); }
 
-// Vectors of keys, or of numbers of a value, that so many queries go over at a time. A sum must wait for the one before, so there are to be many
-// under way, up to 12, as long as there are registers for them, these vectors, and a query's number.
+// Vectors of keys, or of numbers of a value, that so many queries go over at a time. A sum must wait for the one before, so there are to be
+// many under way, up to 12, as long as there are registers for them, these vectors, and a query's number.
 constexpr int tiles_of(int queries) {
   int tiles = 4;
   while (tiles > 1 && (queries * tiles > 12 || queries * tiles + tiles + 1 > kRegisters)) tiles /= 2;
@@ -35,7 +35,8 @@ constexpr int tiles_of(int queries) {
 
 // Scores, without `scale`, of queries and kTiles vectors of keys; number d of a key is at keys + d * stride.
 template <int kQueries, int kTiles, class Number>
-inline void score_tiles(const float* const* queries, int64_t head_dim, const Number* keys, int64_t stride, const float* key_scales, float* out) {
+inline void score_tiles(const float* const* queries, int64_t head_dim, const Number* keys, int64_t stride, const float* key_scales,
+                        float* out) {
   F32 acc[kQueries][kTiles];
   for (int q = 0; q < kQueries; ++q)
     for (int t = 0; t < kTiles; ++t) acc[q][t] = broadcast(0);
@@ -276,7 +277,8 @@ class Attend {
       const Piece part = piece(at, span);
       at = part.span.high;
       const Number* values = static_cast<const Number*>(cache_.values) + (part.row * cache_.tokens_per_block + part.token) * width_;
-      add_values<kQueries, tiles_of(kQueries)>(scores_of(query, part.span.low), values, part.span.count(), width_, 0, fresh_ + query * width_);
+      const float* weights = scores_of(query, part.span.low);
+      add_values<kQueries, tiles_of(kQueries)>(weights, values, part.span.count(), width_, 0, fresh_ + query * width_);
     }
   }
 

@@ -125,7 +125,7 @@ struct Kernels {
   // out = x / sqrt(mean(x²) + eps) * weight; out may be x. Sum of squares: lanes of fma over columns i, i + 16, ...
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
 
-  // out = f(gate) * up; out may be gate.
+  // out = f(gate) * up; out may be gate. What exponentials are: math.inl.
   void (*activate)(Activation kind, const float* gate, const float* up, int64_t n, float* out);
 
   // x = x + y.
@@ -140,14 +140,15 @@ struct Kernels {
   // Key and value of one token, [kv_heads][head_dim] each, into the cache. As int8: see quantize, the scale of each head of key and value.
   void (*store)(const KVLayer& cache, int32_t block, int64_t offset, const float* keys, const float* values);
 
-  // Floats of scratch that attend needs for such a call: about (head_dim + 2) for each token and head, and 15 KiB; however many keys there are.
+  // Floats of scratch that attend needs for such a call: about (head_dim + 2) for each token and head, and 15 KiB, however many keys there
+  // are.
   int64_t (*attend_scratch)(const Attention& task);
-  // out = softmax(scale * query . keys) . values; causal; attention.inl says in which order. scratch: 64-byte aligned. What is read of the cache
-  // is shared by six (token, head) of a call; a run of 16 to 64 tokens finds in the processor's caches what it reads once more.
+  // out = softmax(scale * query . keys) . values; causal; attention.inl says in which order. scratch: 64-byte aligned. What is read of the
+  // cache is shared by six (token, head) of a call; a run of 16 to 64 tokens finds in the processor's caches what it reads once more.
   void (*attend)(const Attention& task, float* scratch);
 
-  // The same, with the same bits, for threads that share a call: each of the task's segments gives a partial [partial_floats], which lie one
-  // behind the other, and then one thread joins them, and works in the first of them. scratch [segment_floats], 64-byte aligned.
+  // The same, with the same bits, for threads that share a call: each of the task's segments gives a partial [partial_floats], which lie
+  // one behind the other, and then one thread joins them, and works in the first of them. scratch [segment_floats], 64-byte aligned.
   int64_t (*partial_floats)(const Attention& task);
   int64_t (*segment_floats)(const Attention& task);
   void (*attend_segment)(const Attention& task, int64_t segment, float* partial, float* scratch);

@@ -26,8 +26,8 @@ inline float any_lane(F32 a) {
   return lanes[0];
 }
 
-// e^x is power * (1 + rest): power = 2^n of the integer next to x / ln 2, or 0 below -87.7; rest = e^r - 1 of what is left, r + r² q(r) with the
-// polynomial q of Cephes' expf. Beyond ±88 it is that of ±88; NaN stays NaN, in rest.
+// e^x is power * (1 + rest): power = 2^n of the integer next to x / ln 2, or 0 below -87.7; rest = e^r - 1 of what is left, r + r² q(r) with
+// the polynomial q of Cephes' expf. Beyond ±88 it is that of ±88; NaN stays NaN, in rest.
 struct Exponential {
   F32 power, rest;
 };
