@@ -96,14 +96,14 @@ def test_bits_of_a_row_depend_on_its_sequence_alone(name: str) -> None:
 
 def test_threads_that_share_the_keys_of_one_token_change_no_bit() -> None:
     rng = random.Random(4)
-    prompt = [rng.randrange(211) for _ in range(1100)]
-    model = random_model(tiny_config(max_seq_len=1100))
+    prompt = [rng.randrange(211) for _ in range(530)]
+    model = random_model(tiny_config(max_seq_len=530))
     wanted = None
     for threads in (1, 3):
-        settings = EngineConfig(model="tiny", runner="native", kv_cache_tokens=1100, tokens_per_block=20, num_threads=threads)
+        settings = EngineConfig(model="tiny", runner="native", kv_cache_tokens=540, tokens_per_block=20, num_threads=threads)
         runner = NativeRunner(settings, model, SingleRank(), lambda *_: None)
-        whole = run(runner, [(prompt, 0, range(55))])[-3:]
-        for start, row in zip((1097, 1098, 1099), whole, strict=True):
+        whole = run(runner, [(prompt, 0, range(27))])[-3:]
+        for start, row in zip((527, 528, 529), whole, strict=True):
             np.testing.assert_array_equal(run(runner, [(prompt[start : start + 1], start, range(start // 20 + 1))])[0], row)
         runner.close()
         wanted = whole if wanted is None else wanted
