@@ -10,7 +10,7 @@ namespace headrace {
 thread_local std::string last_error;
 }  // namespace headrace
 
-int32_t headrace_abi() { return 1; }
+uint32_t headrace_interface() { return HEADRACE_INTERFACE; }
 
 const char* headrace_instruction_sets() {
   static const std::string names = [] {

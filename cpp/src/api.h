@@ -5,8 +5,8 @@
 
 #define HEADRACE_API extern "C" __attribute__((visibility("default")))
 
-// Number of this interface: whoever loads the library refuses another one.
-HEADRACE_API int32_t headrace_abi();
+// Checksum of the headers, whose structures whoever loads the library has, too; cpp/build.py gives it.
+HEADRACE_API uint32_t headrace_interface();
 // Names of the instruction sets that this machine can run, best first, joined by commas.
 HEADRACE_API const char* headrace_instruction_sets();
 // Name of the one in use: the best, or the one that the environment variable HEADRACE_INSTRUCTION_SET names. Null: that is none of them.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import zlib
 from pathlib import Path
 
-#: number of the interface that this package speaks (``cpp/src/api.h``)
-ABI = 1
+#: in a checkout: what the library is made from
+SOURCES = Path(__file__).parents[2] / "cpp" / "src"
 
 #: another library than the one beside this file, as one with sanitizers
 LIBRARY_VARIABLE = "HEADRACE_NATIVE_LIBRARY"
@@ -27,15 +28,21 @@ def library() -> ctypes.CDLL:
         raise NativeLibraryError(f"{LIBRARY_VARIABLE}={other} names no file" if other else f"{path.name} was not built: {_why_unbuilt()}")
     try:
         loaded = ctypes.CDLL(str(path))
-        abi = loaded.headrace_abi()
+        interface = loaded.headrace_interface
+        interface.restype = ctypes.c_uint32
         loaded.headrace_instruction_sets.restype = ctypes.c_char_p
         loaded.headrace_instruction_set.restype = ctypes.c_char_p
         loaded.headrace_error.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise NativeLibraryError(f"{path.name} cannot be loaded: {error}") from None
-    if abi != ABI:
-        raise NativeLibraryError(f"{path.name} has interface {abi}, and this package speaks {ABI}")
+    if not other and SOURCES.is_dir() and interface() != _interface():
+        raise NativeLibraryError(f"{path.name} was made from other headers than those in {SOURCES}: python cpp/build.py makes it anew")
     return loaded
+
+
+def _interface() -> int:
+    """Of the headers, whose structures this package has too; ``cpp/build.py`` gives it to the library."""
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h"))))
 
 
 def _why_unbuilt() -> str:
