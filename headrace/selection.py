@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.config import Device, DType, KVCacheDType, Quantization, Runner
 from headrace.errors import ModelError
-from headrace.native import NativeLibraryError, instruction_set
+from headrace.native import NativeLibraryError, instruction_set, instruction_sets
 
 #: On CPU, the first that is installed and can do what was asked for. docs/performance.md has their speeds beside each other.
 CPU_ORDER: tuple[Runner, ...] = ("native", "onnxruntime", "torch")
@@ -63,12 +63,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         torch_cuda: the CUDA that the installed PyTorch is built for; None: there is none, or it is built for CPUs.
         gpus: CUDA devices that this process may use.
         no_native: why the native library is not there, as one clause; None: it is.
+        slow_native: it has nothing but ``portable`` for this processor, which is many times slower than the other runners.
     """
 
     packages: frozenset[str] = frozenset()
     torch_cuda: str | None = None
     gpus: int = 0
     no_native: str | None = None
+    slow_native: bool = False
 
     def lacks(self, runner: Runner) -> str | None:
         """That what it needs is not there, with what mends that; None: it is there."""
@@ -86,7 +88,7 @@ class Selection(NamedTuple):
 
 def choose_runner(asked: Asked, machine: Machine) -> Selection:
     """Who runs the model. An engine folder runs on what it was built for. A checkpoint runs on PyTorch where there is a GPU and PyTorch is
-    built for CUDA, else on the first of ``CPU_ORDER`` that is installed and can do what was asked for.
+    built for CUDA, else on the first of ``CPU_ORDER`` that is installed and can do what was asked for; on a slow native runner last.
 
     Raises:
         ModelError: no runner can, or the one that was asked for cannot; the message says what to change or to install.
@@ -108,8 +110,11 @@ def choose_runner(asked: Asked, machine: Machine) -> Selection:
     if asked.device == "auto" and machine.gpus and machine.torch_cuda is not None and cannot("torch", asked) is None:
         devices = "a GPU" if machine.gpus == 1 else f"{machine.gpus} GPUs"
         return Selection("torch", f"on {devices}, by PyTorch for CUDA {machine.torch_cuda}")
-    refusals: list[str] = []
-    for runner in CPU_ORDER:
+    order, refusals = list(CPU_ORDER), list[str]()
+    if machine.slow_native:
+        order.append(order.pop(order.index("native")))
+        refusals.append("native has no instruction set of this processor")
+    for runner in order:
         if (why := cannot(runner, asked)) is not None:
             refusals.append(f"{runner}: {why}")
         elif (why := machine.lacks(runner)) is not None:
@@ -143,20 +148,18 @@ def cannot(runner: Runner, asked: Asked) -> str | None:
 def look() -> Machine:
     """At this machine, for this process."""
     packages = frozenset(name for names in PACKAGES.values() for name in names if importlib.util.find_spec(name) is not None)
+    try:
+        instruction_set()
+        no_native, slow_native = None, instruction_sets()[0] == "portable"
+    except NativeLibraryError as error:
+        no_native, slow_native = str(error), False
     return Machine(
         packages=packages,
         torch_cuda=_torch_cuda() if "torch" in packages else None,
         gpus=count_gpus(),
-        no_native=_no_native(),
+        no_native=no_native,
+        slow_native=slow_native,
     )
-
-
-def _no_native() -> str | None:
-    try:
-        instruction_set()
-    except NativeLibraryError as error:
-        return str(error)
-    return None
 
 
 def count_gpus(drivers: Path = Path("/proc/driver/nvidia/gpus"), windows: Path = Path("/dev/dxg")) -> int:

@@ -17,6 +17,8 @@ NO_TORCH, NO_ONNX = ALL - {"torch"}, ALL - {"onnxruntime"}
 CUDA = {"torch_cuda": "13.0", "gpus": 2}
 UNBUILT = {"no_native": "libheadrace.so was not built: there is no C++ compiler"}
 
+SLOW = {"slow_native": True}
+
 
 def chosen(packages: frozenset[str] = ALL, machine: dict[str, Any] | None = None, **asked: Any) -> str:
     return choose_runner(Asked(**asked), Machine(packages=packages, **(machine or {}))).runner
@@ -57,6 +59,11 @@ def chosen(packages: frozenset[str] = ALL, machine: dict[str, Any] | None = None
         (ALL, CUDA | UNBUILT, {"quantization": "int8"}, "onnxruntime"),
         (frozenset(), UNBUILT, {"runner": "native"}, "native"),
         (frozenset(), {}, {"backend": "native"}, "native"),
+        # Where it is there and slow.
+        (ALL, SLOW, {}, "onnxruntime"),
+        (NO_ONNX, SLOW, {}, "torch"),
+        (frozenset(), SLOW, {}, "native"),
+        (ALL, SLOW, {"runner": "native"}, "native"),
         # What was asked for is taken, and what is missing for it is told by the ranks, which may be elsewhere.
         (frozenset(), {}, {"runner": "torch"}, "torch"),
         (ALL, {}, {"runner": "onnxruntime"}, "onnxruntime"),
