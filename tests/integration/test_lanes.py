@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from headrace.errors import ClosedError, EngineDeadError, StartupError
 from headrace.executor import attached
@@ -17,8 +18,8 @@ from headrace.executor.lifecycle import WorldState
 from headrace.executor.proxy import GenerationExecutorProxy
 from headrace.ipc.channel import Address, new_key
 from headrace.ipc.lanes import lane_of
-from headrace.ipc.messages import Attach, Connected
-from headrace.ipc.zmq_channel import connect_pair, connect_served
+from headrace.ipc.messages import Attach
+from headrace.ipc.zmq_channel import connect_served
 from headrace.llm import LLM
 from headrace.params import SamplingParams
 from tests.integration.test_postprocess import PROMPT, RECIPES, read, send, text_of
@@ -209,25 +210,27 @@ def test_a_stranger_in_the_place_of_rank_0_makes_the_start_fail(owner, monkeypat
     from headrace.executor.attachment import Attachment
 
     monkeypatch.setattr(attached, "ANSWER_PATIENCE", 0.3)
-    strangers = []
     bound = Attachment.bound
+    one = GenerationExecutorProxy.attach(owner.attach_handle, start_timeout=LONG)
+    with zmq.Context() as context, contextlib.ExitStack() as strangers:
 
-    def after_a_stranger(self, binding):
-        for address in (binding.requests, binding.results):
-            strangers.append(connect_pair(Address(channel=address.channel, endpoint=address.endpoint, peer="x"), new_key()))
-        # PAIR has one peer: who can send is the one.
-        for end in strangers:
-            end.send(Connected(), LONG)
-        bound(self, binding)
+        def after_a_stranger(self, binding):
+            for address in (binding.requests, binding.results):
+                stranger = strangers.enter_context(context.socket(zmq.PAIR))
+                stranger.set(zmq.LINGER, 0)
+                # It can send when it is connected, and not before: PAIR has one peer, and then it is the one.
+                stranger.set(zmq.IMMEDIATE, 1)
+                stranger.set(zmq.SNDTIMEO, int(LONG * 1000))
+                stranger.connect(address.endpoint)
+                stranger.send(b"no frame")
+            bound(self, binding)
 
-    monkeypatch.setattr(Attachment, "bound", after_a_stranger)
-    try:
-        one = GenerationExecutorProxy.attach(owner.attach_handle, start_timeout=LONG)
-        with pytest.raises(StartupError, match="another process has taken its place"):
-            one.start()
-    finally:
-        for end in strangers:
-            end.close()
+        monkeypatch.setattr(Attachment, "bound", after_a_stranger)
+        try:
+            with pytest.raises(StartupError, match="another process has taken its place"):
+                one.start()
+        finally:
+            one.close()
     assert eventually(lambda: owner.lanes() == {})
 
 
