@@ -32,7 +32,7 @@ def pool(request):
 
 
 def pool_threads() -> dict[str, str]:
-    """Number -> name of the pools' threads that this process has. One that has been joined may be there a moment longer, and end meanwhile."""
+    """Number -> name of the pools' threads that this process has. One that was joined may be there a moment longer, and end meanwhile."""
     found: dict[str, str] = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
