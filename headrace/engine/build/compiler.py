@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from headrace.checkpoint import Checkpoint, resolve_model
-from headrace.checkpoint.resolve import PACKAGED
+from headrace.checkpoint import Checkpoint
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.decoder_graph import write_rank_graph
-from headrace.engine.build.driver import BuildReport, build_engine
+from headrace.engine.build.driver import BuildReport, Compiler, build_from
 from headrace.engine.build.fingerprints import source_digest
 from headrace.engine.build.flavours import OPS, choose_flavour
 from headrace.engine.build.folder import TIMING_CACHE
@@ -21,7 +20,6 @@ from headrace.engine.build.manifest import FORMAT
 from headrace.engine.build.target import BuildOptions, Target, resolve_target
 from headrace.engine.build.tensorrt_build import PlanBasis, build_plan, plan_basis
 from headrace.engine.build.tensorrt_profiles import EngineLimits
-from headrace.engine.models import open_checkpoint
 
 #: modules whose source decides what is in a graph or a plan, in the package ``headrace``
 WRITERS = ("checkpoint/*.py", "engine/models/*.py", "engine/build/*.py")
@@ -35,23 +33,14 @@ def build_model(
     force: bool = False,
     progress: ProgressHook = lambda stage, done, total: None,
 ) -> BuildReport:
-    """Build the engine of a model, which is named as ``LLM`` takes it; see ``driver.build_engine``. Raises ModelError."""
-    path = resolve_model(model)
-    # As it is called from anywhere on this machine.
-    source = str(path) if Path(model).expanduser().exists() and model not in PACKAGED else model
-    with open_checkpoint(path) as checkpoint:
+    """Build the engine of a model, which is named as ``LLM`` takes it; see ``driver.build_from``. Raises ModelError."""
+
+    def prepare(checkpoint: Checkpoint) -> tuple[Target, Compiler]:
         flavour, quantization = choose_flavour(options.backend, options.dtype, options.quantization)
         target = resolve_target(options, checkpoint.config, flavour, quantization)
-        return build_engine(
-            model_path=path,
-            source=source,
-            name=model if model in PACKAGED else checkpoint.name,
-            target=target,
-            compiler=RankCompiler(checkpoint, target),
-            folder=folder,
-            force=force,
-            progress=progress,
-        )
+        return target, RankCompiler(checkpoint, target)
+
+    return build_from(model, prepare, folder, force=force, progress=progress)
 
 
 class RankCompiler:

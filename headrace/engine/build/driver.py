@@ -11,20 +11,23 @@ import errno
 import hashlib
 import resource
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from headrace.checkpoint import Checkpoint, resolve_model
 from headrace.checkpoint.hashing import hash_files
+from headrace.checkpoint.resolve import PACKAGED
 from headrace.checkpoint.sources import SourceFile, check_unchanged, hash_sources, model_digest, source_paths
 from headrace.checkpoint.tokenizer_files import tokenizer_files
 from headrace.engine.base import ProgressHook
 from headrace.engine.build.folder import BuildFolder, Progress
 from headrace.engine.build.manifest import FORMAT, EngineFile, EngineManifest, EngineRank, describe_file
 from headrace.engine.build.target import RankWork, Target, Wanted, plan_work
+from headrace.engine.models import open_checkpoint
 from headrace.errors import ModelError
 from headrace.version import __version__
 
@@ -77,6 +80,32 @@ class BuildReport:
     removed: list[str] = field(default_factory=list)
     seconds: float = 0.0
     peak_bytes: int = 0
+
+
+def build_from(
+    model: str,
+    prepare: Callable[[Checkpoint], tuple[Target, Compiler]],
+    folder: Path,
+    *,
+    force: bool = False,
+    progress: ProgressHook = lambda stage, done, total: None,
+) -> BuildReport:
+    """``build_engine`` of a model that is named as ``LLM`` takes it. ``prepare``: what to build of its checkpoint, and who makes it."""
+    path = resolve_model(model)
+    # As it is called from anywhere on this machine.
+    source = str(path) if Path(model).expanduser().exists() and model not in PACKAGED else model
+    with open_checkpoint(path) as checkpoint:
+        target, compiler = prepare(checkpoint)
+        return build_engine(
+            model_path=path,
+            source=source,
+            name=model if model in PACKAGED else checkpoint.name,
+            target=target,
+            compiler=compiler,
+            folder=folder,
+            force=force,
+            progress=progress,
+        )
 
 
 def build_engine(

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.checkpoint import Checkpoint, resolve_model
-from headrace.checkpoint.resolve import PACKAGED
+from headrace.checkpoint import Checkpoint
 from headrace.config import DType
 from headrace.engine.base import ProgressHook
-from headrace.engine.build.driver import BuildReport, build_engine
+from headrace.engine.build.driver import BuildReport, Compiler, build_from
 from headrace.engine.build.fingerprints import source_digest
 from headrace.engine.build.manifest import EngineDType, Quantization
 from headrace.engine.build.target import BuildOptions, Target, resolve_target
-from headrace.engine.models import family_of, open_checkpoint
+from headrace.engine.models import family_of
 from headrace.engine.models.decoder import Weight
 from headrace.engine.models.stage import Stage
 from headrace.engine.runners.native_file import LAYOUT, key, write_weights
@@ -46,21 +45,13 @@ def build_native(
     progress: ProgressHook = lambda stage, done, total: None,
 ) -> BuildReport:
     """The same as ``compiler.build_model``, for the native runner. Raises ModelError."""
-    path = resolve_model(model)
-    source = str(path) if Path(model).expanduser().exists() and model not in PACKAGED else model
-    with open_checkpoint(path) as checkpoint:
+
+    def prepare(checkpoint: Checkpoint) -> tuple[Target, Compiler]:
         dtype, quantization = as_stored(checkpoint, options)
         target = resolve_target(msgspec.structs.replace(options, dtype=dtype), checkpoint.config, "packed", quantization)
-        return build_engine(
-            model_path=path,
-            source=source,
-            name=model if model in PACKAGED else checkpoint.name,
-            target=target,
-            compiler=NativeCompiler(checkpoint, target, options.dtype or "auto"),
-            folder=folder,
-            force=force,
-            progress=progress,
-        )
+        return target, NativeCompiler(checkpoint, target, options.dtype or "auto")
+
+    return build_from(model, prepare, folder, force=force, progress=progress)
 
 
 def as_stored(checkpoint: Checkpoint, options: BuildOptions) -> tuple[EngineDType | None, Quantization]:
