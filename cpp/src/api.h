@@ -45,7 +45,6 @@ class Pool;
 HEADRACE_API headrace::Pool* headrace_pool_create(int64_t threads);
 // None of its runs may be going on. Null is none.
 HEADRACE_API void headrace_pool_destroy(headrace::Pool* pool);
-HEADRACE_API int64_t headrace_pool_threads(const headrace::Pool* pool);
 // Calls task(context, index, slot) for each index in [0, count), see Pool::run. Below 1: not possible.
 HEADRACE_API int32_t headrace_pool_run(headrace::Pool* pool, int64_t count, void (*task)(void* context, int64_t index, int64_t slot), void* context);
 

@@ -28,11 +28,6 @@ const BlockType& block_type(int32_t number) {
   throw std::invalid_argument("there are no products with blocks of GGUF's type " + std::to_string(number));
 }
 
-const Kernels& kernels(const char* name) {
-  if (const Kernels* found = find_kernels(name)) return *found;
-  throw std::invalid_argument("this machine has no instruction set " + std::string(name));
-}
-
 Pool& open(Pool* pool) {
   if (pool) return *pool;
   throw std::invalid_argument("the pool is closed");
@@ -82,7 +77,7 @@ int32_t headrace_multiply(const char* set, const HeadraceMatrix* matrix, const H
     const bool quantized = w.format.kind == Kind::kQuantized;
     if (rows.rows < 0 || (rows.rows && (quantized ? !rows.values || !rows.scales || !rows.sums : !rows.floats)))
       throw std::invalid_argument("rows lack the numbers that this matrix multiplies");
-    kernels(set).multiply(w, rows, begin, end, bias, out, out_stride, accumulate != 0);
+    named_kernels(set).multiply(w, rows, begin, end, bias, out, out_stride, accumulate != 0);
     return 1;
   });
 }
@@ -91,7 +86,7 @@ int32_t headrace_read_row(const char* set, const HeadraceMatrix* matrix, int64_t
   return guarded([&] {
     const Matrix w = matrix_of(*matrix);
     if (index < 0 || index >= w.rows) throw std::invalid_argument("row " + std::to_string(index) + " of " + std::to_string(w.rows));
-    kernels(set).read_row(w, index, out);
+    named_kernels(set).read_row(w, index, out);
     return 1;
   });
 }
@@ -99,7 +94,7 @@ int32_t headrace_read_row(const char* set, const HeadraceMatrix* matrix, int64_t
 int32_t headrace_quantize(const char* set, const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums) {
   return guarded([&] {
     if (columns < 0) throw std::invalid_argument(std::to_string(columns) + " columns");
-    kernels(set).quantize(x, columns, values, scales, sums);
+    named_kernels(set).quantize(x, columns, values, scales, sums);
     return 1;
   });
 }
@@ -108,7 +103,7 @@ int32_t headrace_quantize_weights(const char* set, const float* x, int64_t count
   return guarded([&] {
     if (count < 1 || count > kBlock) throw std::invalid_argument(std::to_string(count) + " weights do not share a scale: 1 to 32 do");
     if (bits != 4 && bits != 8) throw std::invalid_argument("weights are quantised to 4 or 8 bits, not to " + std::to_string(bits));
-    kernels(set).quantize_weights(x, count, bits, quants, scale);
+    named_kernels(set).quantize_weights(x, count, bits, quants, scale);
     return 1;
   });
 }

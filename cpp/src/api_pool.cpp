@@ -27,8 +27,6 @@ Pool* headrace_pool_create(int64_t threads) {
 
 void headrace_pool_destroy(Pool* pool) { delete pool; }
 
-int64_t headrace_pool_threads(const Pool* pool) { return pool->threads(); }
-
 int32_t headrace_pool_run(Pool* pool, int64_t count, void (*task)(void* context, int64_t index, int64_t slot), void* context) {
   return guarded([&] {
     pool->run(count, [&](int64_t index, int64_t slot) { task(context, index, slot); });
